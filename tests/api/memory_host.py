@@ -1,9 +1,10 @@
 """A host that simulates its machines in memory, for tests of the layers above hosts.
 
 A machine is a small HTTP server with the agent's calls, on its own loopback address. Its `/exec` supports `write KEY
-VALUE`, `read KEY`, `sleep SECONDS`, `exit CODE`, and `env`. Written values are part of a capture, except for keys below
-the path of a mounted volume, which belong to the volume. As on hosts of virtual machines, a volume is available once
-the agent has mounted it, and only while the host grants the machine access to it.
+VALUE`, `read KEY`, `sleep SECONDS`, `exit CODE`, and `env`. The contents of an uploaded file are the value of its path.
+Written values are part of a capture, except for keys below the path of a mounted volume, which belong to the volume. As
+on hosts of virtual machines, a volume is available once the agent has mounted it, and only while the host grants the
+machine access to it.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import os
 import struct
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
+from urllib.parse import parse_qs, urlsplit
 
 from sandbox_gateway.errors import BackendFailed, Conflict, Invalid
 from sandbox_gateway.hosts.base import (
@@ -123,6 +125,9 @@ class Machine:
             await self._respond_to_client(target, headers, body, writer)
         elif headers.get("x-access-token") != self.identity.get("accessToken"):
             _send(writer, 401, b'{"message": "wrong token"}')
+        elif target.startswith("/files?"):
+            self.state[parse_qs(urlsplit(target).query)["path"][0]] = body.decode("latin-1")
+            _send(writer, 200, b"[]")
         elif target == "/exec":
             _send(writer, 200, json.dumps(await self._exec(json.loads(body))).encode())
         elif target == "/eval":

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import functools
+import random
 import uuid
 from collections.abc import Callable, Iterator
 from datetime import UTC, datetime, timedelta
@@ -406,7 +407,7 @@ def test_the_status_of_a_build_contains_its_log(server):
 
 
 @pytest.mark.usefixtures("requires_memory")
-@covers("Template.build", note="from images, without `copy`, tags and credentials; each call runs a full build")
+@covers("Template.build", note="from images, without tags and credentials; each call runs a full build")
 @covers("Template.get_build_status")
 def test_a_template_is_built_from_an_image_with_steps(server, create_sandbox, tmp_path):
     settings = {"Env": ["COLOUR=green", "PATH=/usr/bin"], "Cmd": ["sleep", "77777"]}
@@ -437,11 +438,59 @@ def test_a_template_is_built_from_an_image_with_steps(server, create_sandbox, tm
     server.gateway.call("DELETE", "/templates/steps")
 
 
-def test_steps_that_are_not_supported_are_refused(server, tmp_path):
-    base = e2b.Template(file_context_path=tmp_path).from_image("app:1")
-    (tmp_path / "file").write_text("text")
-    with pytest.raises(Exception, match="files cannot be copied into a template"):
-        e2b.Template.build(base.copy("file", "/srv/"), "refused")
+@pytest.mark.usefixtures("needs_memory")
+@covers("Template.build")
+def test_copy_adds_files_to_a_template(server, create_sandbox, tmp_path):
+    layout = write_layout(tmp_path / "layout", [make_small_debian_layer(tmp_path)], {"Env": ["PATH=/usr/bin:/bin"]})
+    image, context = f"oci:{layout}:test", tmp_path / "context"
+    (context / "tree/deep").mkdir(parents=True)
+    (context / "tree/deep/data").write_bytes(random.Random(1).randbytes(3_000_000))
+    (context / "tree/link").symlink_to("/etc/hostname")
+    (context / "run.sh").write_text("#!/bin/sh\necho copied\n")
+    template = (
+        e2b.Template(file_context_path=context)
+        .from_image(image)
+        .set_workdir("/srv/work")
+        .set_user("games")
+        .copy("run.sh", "bin/", user="games:daemon", mode=0o750)
+        .copy("tree", "/app/")
+        .copy_items([{"src": "run.sh", "dest": "/etc/renamed"}, {"src": "*", "dest": "all"}])
+        .run_cmd("bin/run.sh > /tmp/output")
+    )
+    messages = []
+    build = e2b.Template.build(
+        template, "copied", cpu_count=1, memory_mb=256, on_build_logs=lambda entry: messages.append(entry.message)
+    )
+    assert "Uploaded 'tree'" in messages
+    sandbox = create_sandbox(build.template_id)
+    listing = sandbox.commands.run(
+        "stat -c '%n %a %U %G %F' /srv/work/bin /srv/work/bin/run.sh /app /app/deep/data /app/link /etc/renamed; "
+        "cat /tmp/output; cd /srv/work/all; echo * deep/* /opt/sandbox/*.tar"
+    )
+    assert listing.stdout.splitlines() == [
+        "/srv/work/bin 755 games daemon directory",
+        "/srv/work/bin/run.sh 750 games daemon regular file",
+        "/app 755 root root directory",
+        "/app/deep/data 644 root root regular file",
+        "/app/link 777 root root symbolic link",
+        "/etc/renamed 644 root root regular file",
+        "copied",
+        "deep link run.sh deep/data /opt/sandbox/*.tar",
+    ]
+    assert sandbox.files.read("/app/deep/data", format="bytes") == (context / "tree/deep/data").read_bytes()
+    sandbox.kill()
+    dockerfile = f"FROM {image}\nARG TARGET=/opt/app\nWORKDIR /opt\nCOPY --chmod=0700 run.sh $TARGET/\n"
+    dockerfile += "RUN app/run.sh > app/output\n"
+    build = e2b.Template.build(
+        e2b.Template(file_context_path=context).from_dockerfile(dockerfile), "copied", cpu_count=1, memory_mb=256
+    )
+    sandbox = create_sandbox(build.template_id)
+    assert sandbox.files.read("/opt/app/output") == "copied\n"
+    sandbox.kill()
+    server.gateway.call("DELETE", "/templates/copied")
+
+
+def test_steps_that_are_not_supported_are_refused(server):
     with pytest.raises(e2b.BuildException, match="fromTemplate: not supported, because builds start from images"):
         e2b.Template.build(e2b.Template().from_template(server.template), "refused")
     with pytest.raises(e2b.BuildException, match="tags: not supported, because templates have names, but no tags"):

@@ -11,6 +11,7 @@ from starlette.types import Message, Receive, Scope, Send
 
 from sandbox_gateway.api.access import pace
 from sandbox_gateway.api.access.limits import IMPORT_PATH, BodyLimitMiddleware, TooSlow
+from sandbox_gateway.api.access.signed_urls import UPLOAD_PREFIX
 from sandbox_gateway.api.errors import ClientGone
 from sandbox_gateway.api.native.snapshots import _ExportResponse
 
@@ -78,7 +79,12 @@ def make_receiver(pieces: Iterator[bytes], seconds_per_piece: float) -> Receive:
     return receive
 
 
-async def import_(receive: Receive) -> int:
+FILES = pytest.mark.parametrize(
+    ("method", "path"), [("POST", IMPORT_PATH), ("PUT", f"{UPLOAD_PREFIX}{'0' * 64}")], ids=["import", "upload"]
+)
+
+
+async def send_file(receive: Receive, method: str, path: str) -> int:
     size = 0
 
     async def app(scope: Scope, receive: Receive, send: Send) -> None:
@@ -86,7 +92,7 @@ async def import_(receive: Receive) -> int:
         while (message := await receive())["more_body"]:
             size += len(message["body"])
 
-    scope: dict[str, Any] = {"type": "http", "path": IMPORT_PATH, "method": "POST", "headers": []}
+    scope: dict[str, Any] = {"type": "http", "path": path, "method": method, "headers": []}
     middleware = BodyLimitMiddleware(app, seconds=10, stalled_seconds=STALLED_SECONDS)
 
     async def send(message: Message) -> None:
@@ -97,10 +103,12 @@ async def import_(receive: Receive) -> int:
     return size
 
 
-async def test_an_import_that_sends_one_byte_at_a_time_ends() -> None:
+@FILES
+async def test_an_import_that_sends_one_byte_at_a_time_ends(method: str, path: str) -> None:
     with pytest.raises(TooSlow, match=r"server\.stalled_seconds.* arrived at less than 64 KiB per second"):
-        await import_(make_receiver(iter([b"x"] * 1000), 0.02))
+        await send_file(make_receiver(iter([b"x"] * 1000), 0.02), method, path)
 
 
-async def test_an_import_from_a_slow_client_above_the_limit_is_complete() -> None:
-    assert await import_(make_receiver(iter([bytes(1 << 16)] * 64), 0.005)) == SIZE
+@FILES
+async def test_an_import_from_a_slow_client_above_the_limit_is_complete(method: str, path: str) -> None:
+    assert await send_file(make_receiver(iter([bytes(1 << 16)] * 64), 0.005), method, path) == SIZE

@@ -22,8 +22,8 @@ from tests.security.routes import METHODS, OVERRIDE_HEADERS, READ_METHODS, SPELL
 READ_HEADERS, EXEC_HEADERS = {"X-API-Key": READ_KEY}, {"X-API-Key": EXEC_KEY}
 REQUEST_BODY = json.dumps({"args": ["write", "stolen", "1"], "code": "1", "name": "new", "templateID": "base"}).encode()
 """A valid body for `exec` and `eval`, and for creating a sandbox."""
-EXPORT_ROUTE = "/snapshots/{ref}/export"
-"""The only GET that a key of scope read may not send, because the file contains all secrets of a guest."""
+ADMIN_ROUTES = ("/snapshots/{ref}/export", "/templates/{ref}/files/{digest}")
+"""The only GETs that a key of scope read may not send: a file with all secrets of a guest, and a URL for uploads."""
 PLANS_PATH = "/plans"
 """Every key may open plan sessions, because they change nothing."""
 RUNS_PATH = "/applied-runs"
@@ -136,7 +136,8 @@ def test_a_read_key_cannot_read_secrets(target: Target) -> None:
         for query in ("", "?limit=1000&diverged=true", "?secret=true&token=true"):
             if route.method == "GET":
                 status, body = caller.request("GET", route.path + query)
-                expected_statuses = {"/plans/{id}": (404,), EXPORT_ROUTE: (403,)}.get(route.template, (200, 400))
+                special_statuses = {"/plans/{id}": (404,), **dict.fromkeys(ADMIN_ROUTES, (403,))}
+                expected_statuses = special_statuses.get(route.template, (200, 400))
                 assert status in expected_statuses, f"{route}: {body}"
                 assert not any(secret in body for secret in target.secrets), route
     caller.close()

@@ -253,7 +253,18 @@ class Limits(_Section):
     )
     builds: int = Field(1, ge=1, le=16, description="Maximum number of templates that are built at the same time.")
     transfers: int = Field(
-        2, ge=1, le=64, description="Maximum number of snapshots that are exported or imported at the same time."
+        2,
+        ge=1,
+        le=64,
+        description="Maximum number of snapshots that are exported or imported, and of archives that are uploaded for "
+        "builds, at the same time.",
+    )
+    upload_mb: int = Field(
+        1024,
+        ge=1,
+        le=102_400,
+        description="Maximum size, in MiB, of an archive that E2B's client uploads for a `COPY` step. All stored "
+        "archives together can have four times this size.",
     )
     memory_overhead_mb: int = Field(
         256, ge=32, description="Memory that QEMU may use in addition to the sandbox's own, in MiB."

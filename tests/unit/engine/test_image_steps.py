@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from sandbox_gateway.engine.image_steps import compile_steps
+from sandbox_gateway.engine.image_steps import archive_path, compile_steps, find_archive
 from sandbox_gateway.errors import GatewayError, Invalid
 
 MAX_BYTES = 256 << 10
@@ -53,8 +53,11 @@ def test_each_command_sees_the_settings_of_the_steps_before_it() -> None:
 @pytest.mark.parametrize(
     ("kind", "args", "message"),
     [
-        ("COPY", ["a", "/b"], "files cannot be copied"),
-        ("EXPOSE", ["80"], "'EXPOSE' is not supported: use RUN, ENV, WORKDIR and USER"),
+        ("COPY", ["a", "/b"], "the filesHash of a step COPY must be 64 lower-case hexadecimal digits"),
+        ("COPY", ["a"], "the step COPY has the wrong number of arguments, 1"),
+        ("COPY", ["a", ""], "the step COPY has the wrong number of arguments, 2"),
+        ("COPY", ["a", "/b", "", "", ""], "the step COPY has the wrong number of arguments, 5"),
+        ("EXPOSE", ["80"], "'EXPOSE' is not supported: use COPY, RUN, ENV, WORKDIR and USER"),
         ("RUN", [], "the step RUN has the wrong number of arguments, 0"),
         ("ENV", ["A"], "the step ENV has the wrong number of arguments, 1"),
         ("ENV", [], "the step ENV has the wrong number of arguments, 0"),
@@ -65,6 +68,61 @@ def test_each_command_sees_the_settings_of_the_steps_before_it() -> None:
 def test_steps_that_cannot_be_carried_out_are_refused(kind: str, args: list[str], message: str) -> None:
     with pytest.raises(GatewayError, match=message):
         compile_steps([(kind, args)], MAX_BYTES)
+
+
+DIGEST = "0123456789abcdef" * 4
+
+
+def test_a_copy_names_its_archive_and_runs_as_root_in_the_working_directory() -> None:
+    steps = compile_steps(
+        [
+            ("ENV", ["APP", "/srv"]),
+            ("WORKDIR", ["/work"]),
+            ("USER", ["games"]),
+            ("COPY", ["a b*", "it's $APP/", "app:app", "0755"], DIGEST),
+            ("COPY", ["a", "."], DIGEST),
+        ],
+        MAX_BYTES,
+    )
+    copy, short_copy = map(parse, steps.commands)
+    assert copy == {
+        "args": ["/opt/sandbox/copy", archive_path(DIGEST), "it's $APP/", "app:app", "0755"],
+        "env": {"APP": "/srv"},
+        "cwd": "/work",
+        "user": "root",
+    }
+    assert short_copy["args"][2:] == [".", "", ""]
+    assert [find_archive(command) for command in steps.commands] == [DIGEST, DIGEST]
+
+
+@pytest.mark.parametrize("digest", ["", DIGEST[:-1], DIGEST.upper(), f"{DIGEST}\n", f"../{DIGEST[3:]}", "é" * 64])
+def test_a_digest_that_is_not_one_is_refused(digest: str) -> None:
+    with pytest.raises(Invalid, match="filesHash"):
+        compile_steps([("COPY", ["a", "/b"], digest)], MAX_BYTES)
+
+
+@pytest.mark.parametrize("mode", ["755x", "u+x", "00755", "8", "-1"])
+def test_a_mode_that_is_not_octal_is_refused(mode: str) -> None:
+    with pytest.raises(Invalid, match="use an octal mode"):
+        compile_steps([("COPY", ["a", "/b", "", mode], DIGEST)], MAX_BYTES)
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        "",
+        "echo /opt/sandbox/copy",
+        "exec /opt/sandbox/start /opt/sandbox/copy",
+        "exec /opt/sandbox/start '/opt/sandbox/copy",
+        """exec /opt/sandbox/start '["/opt/sandbox/copy"]'""",
+        """exec /opt/sandbox/start '{"args": ["/opt/sandbox/copy", 1]}' more""",
+        """exec /opt/sandbox/start '{"args": ["/opt/sandbox/copy", "/opt/sandbox/../../etc/shadow.tar"]}'""",
+        f"""exec /opt/sandbox/start '{{"args": ["cat", "{archive_path(DIGEST)}", "/opt/sandbox/copy"]}}'""",
+        compile_steps([("RUN", [f'"args": ["/opt/sandbox/copy", "{archive_path(DIGEST)}"]'])], MAX_BYTES).commands[0],
+    ],
+)
+def test_other_commands_have_no_archive(command: str) -> None:
+    assert find_archive(command) == ""
 
 
 def test_commands_that_repeat_a_large_environment_are_refused_before_they_fill_the_memory() -> None:

@@ -7,7 +7,7 @@ import contextlib
 import json
 import socket
 import time
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
 from typing import Any
 
 import pytest
@@ -277,3 +277,49 @@ def test_a_response_in_tiny_pieces_does_not_block_the_event_loop(monkeypatch: py
 def test_an_unpaired_surrogate_is_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
     response = _make_http_response(200, b'{"result": "\\ud800", "error": "", "exit_code": 0}')
     assert _call_agent(response, monkeypatch, lambda client: client.eval("x", timeout=1)).result == "?"
+
+
+def _upload(monkeypatch: pytest.MonkeyPatch, response: bytes, size: int, *, read_bytes: int | None = None) -> bytes:
+    """Upload ``size`` bytes to an agent that reads ``read_bytes`` of them before it responds. Returns what it read."""
+    received = bytearray()
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        received.extend(await reader.readuntil(b"\r\n\r\n"))
+        received.extend(await reader.readexactly(size if read_bytes is None else read_bytes))
+        writer.write(response)
+        await writer.drain()
+        await asyncio.sleep(0.05 if read_bytes is None else 5)
+        writer.close()
+
+    async def pieces() -> AsyncIterator[bytes]:
+        for start in range(0, size, 1 << 16):
+            yield bytes(min(1 << 16, size - start))
+
+    async def run() -> None:
+        server = await asyncio.start_server(serve, ADDRESS, 0)
+        monkeypatch.setattr(agent_client, "AGENT_PORT", server.sockets[0].getsockname()[1])
+        async with server:
+            await AgentClient(Endpoint(ADDRESS), "token").upload("/a b.tar", size, pieces(), seconds=20)
+
+    asyncio.run(run())
+    return bytes(received)
+
+
+@pytest.mark.parametrize("size", [0, 1, 3_000_000])
+def test_an_upload_arrives_complete(monkeypatch: pytest.MonkeyPatch, size: int) -> None:
+    received = _upload(monkeypatch, _make_http_response(200, b"[]"), size)
+    head, _, body = received.partition(b"\r\n\r\n")
+    assert head.startswith(b"POST /files?path=%2Fa+b.tar&username=root HTTP/1.1\r\n")
+    assert body == bytes(size)
+
+
+def test_an_agent_that_refuses_an_upload_while_it_is_sent_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The rest of the file, which does not fit into the buffers of the connection, is never read."""
+    response = _make_http_response(507, b'{"message": "no space left"}')
+    with pytest.raises(BackendFailed, match="no space left"):
+        _upload(monkeypatch, response, 64 << 20, read_bytes=10)
+
+
+def test_an_agent_that_hangs_up_during_an_upload_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(BackendFailed, match="the connection to the sandbox was lost"):
+        _upload(monkeypatch, b"", 1 << 20)

@@ -108,7 +108,7 @@ def create_app(engine: Engine, config: Config, keys: Keys) -> FastAPI:
     app.add_middleware(
         BodyLimitMiddleware, seconds=config.server.request_seconds, stalled_seconds=config.server.stalled_seconds
     )
-    app.add_middleware(AuthMiddleware, keys=keys)
+    app.add_middleware(AuthMiddleware, keys=keys, secret=engine.secret)
     app.add_middleware(LargeResponseMiddleware)
     app.add_middleware(
         DataPlane, engine=engine, keys=keys, addresses=AddressFormats(config.server.domain), pools=app.state.pools

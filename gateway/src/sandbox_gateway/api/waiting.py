@@ -1,12 +1,13 @@
-"""Cancel slow operations when their client disconnects."""
+"""End slow operations and uploads when their client disconnects."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Coroutine
+from collections.abc import AsyncIterator, Coroutine
 from typing import Any, TypeVar
 
 from fastapi import Request
+from starlette.requests import ClientDisconnect
 
 from sandbox_gateway.api.errors import ClientGone
 
@@ -39,3 +40,12 @@ async def cancel_on_disconnect(request: Request, work: Coroutine[Any, Any, Resul
 async def _wait_for_disconnect(request: Request) -> None:
     while (await request.receive())["type"] != "http.disconnect":
         pass
+
+
+async def read_file(request: Request) -> AsyncIterator[bytes]:
+    """Yield the pieces of the body as they arrive. Raises ClientGone if the client disconnects before its end."""
+    try:
+        async for piece in request.stream():
+            yield piece
+    except ClientDisconnect:
+        raise ClientGone from None

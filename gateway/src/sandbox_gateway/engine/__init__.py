@@ -20,7 +20,7 @@ groups each group uses.
 * Operations on volumes, and inside running sandboxes: ``volumes``, ``attachments``, ``commands``.
 * Operations that are built on the primitives: ``snapshots`` and ``lineage``, ``forks``, ``sandboxes``, ``templates``.
   Their steps: ``spec``, ``fork_plan``, ``mount_plan``, ``mount_paths``, ``timeouts``, ``replacement``,
-  ``template_builder``, ``builds``, ``image_steps``.
+  ``template_builder``, ``builds``, ``image_steps``; ``build_files`` stores the files that they copy.
 * Work that no request triggers: ``loads`` measures sandboxes; ``recovery`` runs at start-up; ``expiry`` and
   ``retention``.
 """

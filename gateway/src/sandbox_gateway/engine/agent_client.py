@@ -13,6 +13,7 @@ import time
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
+from urllib.parse import urlencode
 
 import h11
 
@@ -344,6 +345,39 @@ class AgentClient:
         finally:
             await stream.aclose()
 
+    async def upload(self, path: str, size: int, pieces: AsyncIterator[bytes], *, seconds: float) -> None:
+        """Write ``size`` bytes to a file of root in the sandbox, as they arrive.
+
+        Raises Timeout, Invalid if the agent refuses the file as invalid, and BackendFailed.
+        """
+        target = f"/files?{urlencode({'path': path, 'username': 'root'})}"
+        connection = h11.Connection(h11.CLIENT)
+        head = self._make_request(target, size, "application/octet-stream")
+        try:
+            async with asyncio.timeout(seconds):
+                reader, writer = await open_connection(self._address, AGENT_PORT)
+                try:
+                    writer.write(connection.send(head) or b"")
+                    # The agent may refuse the file while it is being sent, for example because its disk is full.
+                    sending = asyncio.create_task(_send_body(connection, writer, pieces))
+                    try:
+                        async for _ in self._read_response(connection, reader, "/files"):
+                            pass
+                        await sending
+                    finally:
+                        sending.cancel()
+                        await asyncio.gather(sending, return_exceptions=True)
+                finally:
+                    _close_writer(writer)
+        except TimeoutError:
+            raise Timeout(
+                f"the files were not written to the sandbox within {seconds:g} s: increase the time for set-up commands"
+            ) from None
+        except (OSError, h11.RemoteProtocolError) as error:
+            raise BackendFailed(
+                f"the connection to the sandbox was lost while files were written to it: {error}. Build again"
+            ) from None
+
     async def _start_shell(self, command: str) -> AsyncGenerator[dict[str, Any], None]:
         request = {"process": {"cmd": "/bin/sh", "args": ["-c", command], "envs": {}}, "stdin": False}
         payload = json.dumps(request).encode()
@@ -400,18 +434,28 @@ class AgentClient:
     ) -> AsyncIterator[bytes]:
         """Send one request and yield the body of the response, which is untrusted because it comes from the sandbox."""
         connection = h11.Connection(h11.CLIENT)
+        request = self._make_request(path, None if body is None else len(body), content_type)
+        events = [request, h11.Data(data=body or b""), h11.EndOfMessage()]
+        writer.write(b"".join(connection.send(event) or b"" for event in events))
+        await writer.drain()
+        async for data in self._read_response(connection, reader, path):
+            yield data
+
+    def _make_request(self, path: str, body_size: int | None, content_type: str) -> h11.Request:
+        """Return the head of a POST request, or of a GET request if ``body_size`` is None."""
         headers = [("Host", "agent")]
-        if body is not None:
-            headers += [("Content-Type", content_type), ("Content-Length", str(len(body)))]
+        if body_size is not None:
+            headers += [("Content-Type", content_type), ("Content-Length", str(body_size))]
         if self._token:
             headers.append(("X-Access-Token", self._token))
         if self._key:
             headers.append(("X-Gateway-Key", self._key))
-        method = "GET" if body is None else "POST"
-        request = h11.Request(method=method, target=path, headers=headers)
-        events = [request, h11.Data(data=body or b""), h11.EndOfMessage()]
-        writer.write(b"".join(connection.send(event) or b"" for event in events))
-        await writer.drain()
+        return h11.Request(method="GET" if body_size is None else "POST", target=path, headers=headers)
+
+    async def _read_response(
+        self, connection: h11.Connection, reader: asyncio.StreamReader, path: str
+    ) -> AsyncIterator[bytes]:
+        """Yield the body of the response. Raises Invalid or BackendFailed if the agent refuses the request."""
         status, refusal = 0, b""
         while True:
             event = connection.next_event()
@@ -451,6 +495,19 @@ class AgentClient:
 def _add_current_time(body: dict[str, Any]) -> dict[str, Any]:
     """Return a copy of the body of an identity request with the current time."""
     return body | {"time": time.time()}
+
+
+async def _send_body(connection: h11.Connection, writer: asyncio.StreamWriter, pieces: AsyncIterator[bytes]) -> None:
+    """Send the body of a request. If that fails, close the connection, so that nobody waits for the response."""
+    try:
+        async for piece in pieces:
+            writer.write(connection.send(h11.Data(data=piece)) or b"")
+            await writer.drain()
+        writer.write(connection.send(h11.EndOfMessage()) or b"")
+        await writer.drain()
+    except BaseException:
+        writer.transport.abort()
+        raise
 
 
 def _encode_line_message(body: dict[str, Any]) -> bytes:

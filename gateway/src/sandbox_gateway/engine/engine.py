@@ -7,6 +7,7 @@ import time
 from sandbox_gateway.config import Config
 from sandbox_gateway.engine.agents import Agents
 from sandbox_gateway.engine.attachments import Attachments
+from sandbox_gateway.engine.build_files import BuildFiles
 from sandbox_gateway.engine.captures import Captures
 from sandbox_gateway.engine.collector import Collector
 from sandbox_gateway.engine.commands import Commands
@@ -42,9 +43,9 @@ log = Logger("engine")
 class Engine:
     """All operations, in groups. Each group uses only the groups that are passed to its constructor.
 
-    The API layer uses the groups ``sandboxes``, ``forks``, ``snapshots``, ``templates``, ``transfers``, ``volumes``,
-    ``attachments`` and ``commands``. It also uses ``host``, ``config``, ``secret``, ``index``, ``events``,
-    ``durations``, ``references``, ``agents``, ``room``, ``prewarm``, ``machines`` and ``loads``.
+    The API layer uses the groups ``sandboxes``, ``forks``, ``snapshots``, ``templates``, ``build_files``,
+    ``transfers``, ``volumes``, ``attachments`` and ``commands``. It also uses ``host``, ``config``, ``secret``,
+    ``index``, ``events``, ``durations``, ``references``, ``agents``, ``room``, ``prewarm``, ``machines`` and ``loads``.
 
     Operations take ids or names, and raise GatewayError. Their steps are ordered so that an interruption at any point
     loses nothing.
@@ -82,14 +83,15 @@ class Engine:
         # Operations that are built on the primitives.
         mount_planner = MountPlanner(context, locking, collector)
         replacement = Replacement(context, locking, collector, removal, machines)
-        builder = TemplateBuilder(context, agents, machines, captures, room)
+        self.transfers = transfers = Transfers(context, collector, room)
+        self.build_files = build_files = BuildFiles(context, room, transfers)
+        builder = TemplateBuilder(context, agents, machines, captures, room, build_files)
         self.snapshots = snapshots = Snapshots(context, locking, references, collector, removal, captures, prewarm)
         self.forks = Forks(context, locking, references, collector, mount_planner, machines, captures, room)
         self.sandboxes = sandboxes = Sandboxes(
             context, locking, agents, collector, mount_planner, machines, captures, replacement
         )
-        self.templates = Templates(context, snapshots, builder, prewarm)
-        self.transfers = Transfers(context, collector, room)
+        self.templates = Templates(context, snapshots, builder, prewarm, build_files)
 
         # Work that no request triggers.
         self.loads = Loads(context)
@@ -102,6 +104,7 @@ class Engine:
         await self.host.open()
         self.secret.load(self.config.host.state_root / "secret")
         self.transfers.open()
+        self.build_files.open()
         scan = await self.host.scan()
         self._recovery.load(scan)
         self.machines.watch()
@@ -109,6 +112,7 @@ class Engine:
         self.background.start(self._expiry.watch())
         self.background.start(self.prewarm.keep_ready())
         self.background.start(self.loads.watch())
+        self.background.start(self.build_files.watch())
         if self.host.abilities.can_stall:
             self.background.start(self.room.watch())
         log.info(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shlex
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
@@ -12,15 +13,36 @@ from sandbox_gateway.errors import Invalid, Unsupported
 
 _LAUNCHER = "/opt/sandbox/start"
 """Runs a program in the same environment as the image's entry point. Every template from an image contains it."""
+_COPIER = "/opt/sandbox/copy"
+"""Copies the files of an archive, and removes the archive. Every template from an image contains it."""
+_ARCHIVE = re.compile(r"/opt/sandbox/([0-9a-f]{64})\.tar")
+_MODE = re.compile(r"[0-7]{0,4}")
 _SHELL = ("/bin/sh", "-c")
 _MAX_COMMAND_BYTES = 120 << 10
 """Linux refuses arguments of 128 KiB or more."""
 _MAX_ENV_BYTES = 64 << 10
 _MAX_TEXT_LENGTH = 4096
 """The maximum length of the working directory, and of the user."""
-COPY_PROBLEM = (
-    "files cannot be copied into a template that is being built: put them into the image, or let run_cmd download them"
-)
+
+
+def archive_path(digest: str) -> str:
+    """Return the path at which the command of a COPY step expects its archive in the sandbox."""
+    return f"/opt/sandbox/{digest}.tar"
+
+
+def find_archive(command: str) -> str:
+    """Return the digest of the archive that ``command`` copies, or "" if it does not come from a COPY step."""
+    prefix = f"exec {_LAUNCHER} "
+    if not (command.startswith(prefix) and _COPIER in command):
+        return ""
+    try:
+        match json.loads(*shlex.split(command.removeprefix(prefix))):
+            case {"args": [str(program), str(path), *_]} if program == _COPIER:
+                archive = _ARCHIVE.fullmatch(path)
+                return archive[1] if archive else ""
+    except (ValueError, TypeError, RecursionError):
+        pass  # It was written by a user.
+    return ""
 
 
 @dataclass
@@ -38,8 +60,11 @@ class ImageSteps:
     """The size of all commands."""
     _env_size: int = 0
 
-    def add(self, kind: str, args: Sequence[str]) -> None:
-        """Add a step. Raises Unsupported if it cannot be carried out, Invalid if its arguments are not valid."""
+    def add(self, kind: str, args: Sequence[str], files_digest: str = "") -> None:
+        """Add a step. ``files_digest``: the digest of the archive of a COPY step.
+
+        Raises Unsupported if it cannot be carried out, Invalid if its arguments are not valid.
+        """
         match kind, list(args):
             case "RUN", [command]:
                 self._add_command(self.build_command(command))
@@ -52,26 +77,38 @@ class ImageSteps:
                 self._changes["cwd"] = _check_length("working directory", self._resolve(directory))
             case "USER", [user] if user:
                 self._changes["user"] = _check_length("user", user)
-            case "COPY", _:
-                raise Unsupported(COPY_PROBLEM)
-            case (("RUN" | "ENV" | "WORKDIR" | "USER"), _):
+            case "COPY", [_, destination, *options] if destination and len(options) <= 2:
+                self._add_copy(files_digest, destination, *options)
+            case (("COPY" | "RUN" | "ENV" | "WORKDIR" | "USER"), _):
                 raise Invalid(f"the step {kind} has the wrong number of arguments, {len(args)}: correct it")
             case _:
-                raise Unsupported(f"the step {kind[:40]!r} is not supported: use RUN, ENV, WORKDIR and USER")
+                raise Unsupported(f"the step {kind[:40]!r} is not supported: use COPY, RUN, ENV, WORKDIR and USER")
 
     def build_command(self, text: str, **changes: Any) -> str:
         """Return a shell command that runs ``text`` in the image's environment, changed by the steps so far.
 
         Raises Invalid if the command is too long.
         """
-        settings = {"args": [*_SHELL, text], **self._changes, **changes}
+        return self._launch([*_SHELL, text], text, **changes)
+
+    def _launch(self, args: Sequence[str], description: str, **changes: Any) -> str:
+        settings = {"args": args, **self._changes, **changes}
         command = f"exec {_LAUNCHER} {shlex.quote(json.dumps(settings))}"
         if len(command) > _MAX_COMMAND_BYTES:
             raise Invalid(
-                f"the command {text[:80]!r} is {len(command)} bytes long with its environment: send at most "
+                f"the command {description[:80]!r} is {len(command)} bytes long with its environment: send at most "
                 f"{_MAX_COMMAND_BYTES >> 10} KiB, and put long commands and variables into a script in the image"
             )
         return command
+
+    def _add_copy(self, digest: str, destination: str, owner: str = "", mode: str = "") -> None:
+        if not _ARCHIVE.fullmatch(archive_path(digest)):
+            raise Invalid("the filesHash of a step COPY must be 64 lower-case hexadecimal digits: correct it")
+        if not _MODE.fullmatch(mode):
+            raise Invalid(f"the mode {mode[:80]!r} of a step COPY is not valid: use an octal mode such as 0755")
+        args = [_COPIER, archive_path(digest), destination, _check_length("owner", owner), mode]
+        # As in Docker, the files belong to root unless the step says otherwise.
+        self._add_command(self._launch(args, f"COPY … {destination}", user="root"))
 
     def _add_command(self, command: str) -> None:
         self._size += len(command)
@@ -108,8 +145,11 @@ def _check_length(what: str, text: str) -> str:
     return text
 
 
-def compile_steps(steps: Iterable[tuple[str, Sequence[str]]], max_bytes: int) -> ImageSteps:
+def compile_steps(
+    steps: Iterable[tuple[str, Sequence[str]] | tuple[str, Sequence[str], str]], max_bytes: int
+) -> ImageSteps:
+    """Compile steps. Each is a tuple of the arguments of ``ImageSteps.add``."""
     compiled_steps = ImageSteps(max_bytes)
-    for kind, args in steps:
-        compiled_steps.add(kind, args)
+    for step in steps:
+        compiled_steps.add(*step)
     return compiled_steps

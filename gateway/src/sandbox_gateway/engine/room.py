@@ -143,10 +143,14 @@ class RoomMonitor:
         self._require_disk_space(room, needed_bytes, f"a capture of {sandbox.name}")
 
     @contextlib.asynccontextmanager
-    async def reserved_for_import(self, disk_bytes: int, memory_bytes: int) -> AsyncIterator[PendingImport]:
+    async def reserved_for_import(
+        self, disk_bytes: int, memory_bytes: int, *, what: str = "the import"
+    ) -> AsyncIterator[PendingImport]:
         """Reserve room for this much data until it is written or the context ends. Other imports cannot use the room.
 
-        Raises NoSpace if an import of this much data would leave less free space than the reserve.
+
+        Raises NoSpace if an import of this much data would leave less free space than the reserve. ``what``: the
+        import, in that error.
         """
         room = await self._host.room()
         if room.memory_disk is None:
@@ -154,7 +158,7 @@ class RoomMonitor:
         elif memory_bytes:
             self._require_memory_disk_space_for_import(room.memory_disk, memory_bytes)
         self._require_disk_space(
-            room, disk_bytes, "the import", reserved_bytes=sum(each.disk_bytes for each in self._pending_imports)
+            room, disk_bytes, what, reserved_bytes=sum(each.disk_bytes for each in self._pending_imports)
         )
         pending_import = PendingImport(disk_bytes, memory_bytes)
         self._pending_imports.append(pending_import)

@@ -7,9 +7,11 @@ import time
 
 from sandbox_gateway.control_characters import remove_control_characters
 from sandbox_gateway.engine.agents import Agents
+from sandbox_gateway.engine.build_files import BuildFiles
 from sandbox_gateway.engine.builds import Build, LogWriter
 from sandbox_gateway.engine.captures import Captures
 from sandbox_gateway.engine.context import Context
+from sandbox_gateway.engine.image_steps import archive_path, find_archive
 from sandbox_gateway.engine.machine_lifecycle import MachineLifecycle
 from sandbox_gateway.engine.room import RoomMonitor
 from sandbox_gateway.errors import BackendFailed, Timeout
@@ -28,13 +30,20 @@ log = Logger("templates")
 
 class TemplateBuilder:
     def __init__(
-        self, context: Context, agents: Agents, machines: MachineLifecycle, captures: Captures, room: RoomMonitor
+        self,
+        context: Context,
+        agents: Agents,
+        machines: MachineLifecycle,
+        captures: Captures,
+        room: RoomMonitor,
+        build_files: BuildFiles,
     ) -> None:
         self._host = context.host
         self._agents = agents
         self._machines = machines
         self._captures = captures
         self._room = room
+        self._build_files = build_files
 
     async def build(self, build: Build, recipe: Recipe) -> Snapshot:
         """Build a template without a name, and write its log to ``build``."""
@@ -66,6 +75,8 @@ class TemplateBuilder:
     async def _set_up(self, build: Build, sandbox: Sandbox, recipe: Recipe, start_command: str) -> None:
         agent = self._agents.create_client(sandbox)
         for command in recipe.setup:
+            if digest := find_archive(command):
+                await self._upload_archive(build, sandbox, digest, recipe.setup_timeout)
             build.log(f"$ {command}")
             log_writer = LogWriter(build)
             exit_code = await agent.run_shell(command, log_writer.feed, seconds=recipe.setup_timeout)
@@ -79,6 +90,13 @@ class TemplateBuilder:
             await agent.start_in_background(start_command)
         if recipe.ready_probe:
             await self._wait_until_ready(build, sandbox, recipe)
+
+    async def _upload_archive(self, build: Build, sandbox: Sandbox, digest: str, seconds: float) -> None:
+        """Write an archive to the sandbox, where the next command copies its files and removes it."""
+        with self._build_files.opened(digest) as archive:
+            build.log(f"uploading {archive.size} bytes of files")
+            client = self._agents.create_client(sandbox)
+            await client.upload(archive_path(digest), archive.size, archive.pieces(), seconds=seconds)
 
     async def _wait_until_ready(self, build: Build, sandbox: Sandbox, recipe: Recipe) -> None:
         build.log(f"waiting for {recipe.ready_probe}")

@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from itertools import chain
 from typing import Any
 
+from sandbox_gateway.engine.build_files import BuildFiles
 from sandbox_gateway.engine.builds import Build
 from sandbox_gateway.engine.context import Context
 from sandbox_gateway.engine.durations import measured
@@ -32,12 +33,20 @@ _UNKNOWN_DIGEST = "unknown"
 class Templates:
     """Operations on templates. A finished template is a snapshot; the latest builds are kept in memory."""
 
-    def __init__(self, context: Context, snapshots: Snapshots, builder: TemplateBuilder, prewarm: PrewarmPool) -> None:
+    def __init__(
+        self,
+        context: Context,
+        snapshots: Snapshots,
+        builder: TemplateBuilder,
+        prewarm: PrewarmPool,
+        build_files: BuildFiles,
+    ) -> None:
         self._context = context
         self._index = context.index
         self._snapshots = snapshots
         self._builder = builder
         self._prewarm = prewarm
+        self._build_files = build_files
         self._builds: dict[str, Build] = {}
         self._announced_builds: dict[str, tuple[Build, Resources]] = {}
         """By build id: the builds whose recipes have not arrived yet, with the resources of their machines."""
@@ -77,6 +86,7 @@ class Templates:
                 await self._prewarm.set_target(existing_template.id, prewarm)
             return _create_finished_build(existing_template, name, digest)
         self._require_available(name)
+        self._build_files.require_for(recipe.setup)
         build = Build(
             template_id=new_id(),
             name=name,
@@ -107,6 +117,7 @@ class Templates:
             raise NotFound("build", build_id, parent=template_ref)
         build, resources = self._announced_builds[build_id]
         recipe = make_recipe(resources)
+        self._build_files.require_for(recipe.setup)
         digest_of_source = await self._digest_source(recipe)
         digest = recipe.digest(await self.compute_guest_digest(), digest_of_source)
         if self._announced_builds.pop(build_id, None) is None:
@@ -120,6 +131,12 @@ class Templates:
     def _find_announced_build(self, template_ref: str, build_id: str) -> Build | None:
         build, _ = self._announced_builds.get(build_id, (None, None))
         return build if build and template_ref in (build.template_id, build.name) else None
+
+    def require_known(self, ref: str) -> None:
+        """Raise NotFound if ``ref`` is neither a template nor the template of a build, which may not have started."""
+        announced_builds = (build for build, _ in self._announced_builds.values())
+        if not any(ref in (build.template_id, build.name) for build in announced_builds):
+            self.get_build(ref)
 
     async def rebuild(self, ref: str) -> Build:
         """Build a template again from its recipe, or return its build if a new one would not differ from it."""

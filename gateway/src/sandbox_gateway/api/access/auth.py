@@ -8,6 +8,7 @@ import itertools
 import os
 import re
 import stat
+import time
 from collections.abc import Iterable
 from dataclasses import dataclass
 from enum import IntEnum
@@ -17,6 +18,8 @@ from urllib.parse import quote
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from sandbox_gateway.api.access.signed_urls import is_signed_upload
+from sandbox_gateway.engine.secret import Secret
 from sandbox_gateway.engine.start_slots import Requester, requester
 from sandbox_gateway.errors import Forbidden, Invalid, Unauthorized, Unsupported
 from sandbox_gateway.records import check_name
@@ -26,8 +29,11 @@ OPEN_PATHS = frozenset({"/health", "/healthz"})
 _VOLUME_FILES_PREFIX = "/volumecontent/"
 """The prefix of the paths that E2B's clients use to access the files of volumes."""
 _EXEC_PATH_PATTERN = re.compile(r"/sandboxes/[^/]+/exec|/v1/sandboxes/[^/]+/(exec|eval|ping)")
-_EXPORT_PATH_PATTERN = re.compile(r"/snapshots/[^/]+/export")
-"""GET requests to these paths return the disk and the memory of a machine, including all secrets in them."""
+_ADMIN_PATH_PATTERN = re.compile(r"/snapshots/[^/]+/export|/templates/[^/]+/files/[^/]+")
+"""GET requests to these paths require the scope `admin`.
+
+The former return the disk and the memory of a machine, including all secrets in them, and the latter a URL for uploads.
+"""
 _CONTROL_CHARACTER_PATTERN = re.compile(r"[\x00-\x1f\x7f]")
 _PLANS_PATH = "/plans"
 _PLAN_REQUEST_PATTERN = re.compile(r"/plans/([0-9a-f]{32})(/.+)")
@@ -214,7 +220,7 @@ def create_unauthorized_error(scope: Scope, keys: Keys) -> Unauthorized:
 
 def determine_required_permission(method: str, path: str, *, in_plan: bool = False) -> Permission:
     """Return the permission that a control-plane request requires. ``in_plan``: whether it is in a plan session."""
-    if _EXPORT_PATH_PATTERN.fullmatch(path) and not in_plan:
+    if _ADMIN_PATH_PATTERN.fullmatch(path) and not in_plan:
         return Permission.ADMIN
     if method in ("GET", "HEAD", "OPTIONS") or in_plan or f"{path}/".startswith((f"{_PLANS_PATH}/", f"{_RUNS_PATH}/")):
         return Permission.READ
@@ -229,9 +235,10 @@ def runs_code(method: str, path: str) -> bool:
 class AuthMiddleware:
     """Middleware that rejects control-plane requests whose caller does not have the required permission."""
 
-    def __init__(self, app: ASGIApp, keys: Keys) -> None:
+    def __init__(self, app: ASGIApp, keys: Keys, secret: Secret) -> None:
         self.app = app
         self.keys = keys
+        self.secret = secret
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http":
@@ -252,7 +259,9 @@ class AuthMiddleware:
                     "sandbox, and use the file calls of the sandbox"
                 )
             in_plan = _PLAN_KEY in scope
-            if in_plan or _RUN_KEY in scope or scope["path"] not in OPEN_PATHS:
+            is_prefixed = in_plan or _RUN_KEY in scope
+            is_open = scope["path"] in OPEN_PATHS or is_signed_upload(self.secret, scope, time.time())
+            if is_prefixed or not is_open:
                 if caller is None:
                     raise create_unauthorized_error(scope, self.keys)
                 require_permission(

@@ -9,6 +9,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from sandbox_gateway.api.access.auth import plan_of
 from sandbox_gateway.api.access.pace import MIN_BYTES_PER_SECOND, Pace
+from sandbox_gateway.api.access.signed_urls import UPLOAD_PREFIX
 from sandbox_gateway.errors import Busy, GatewayError, OverQuota
 
 MAX_BODY_BYTES = 4 << 20
@@ -17,7 +18,6 @@ MAX_HELD_BYTES = 32 << 20
 
 
 IMPORT_PATH = "/snapshots/import"
-"""The path whose body may be larger, because it is processed as it arrives. In a plan session, it is held in memory."""
 
 
 class TooLarge(OverQuota):
@@ -50,10 +50,10 @@ class TooSlow(GatewayError):
         )
 
     @classmethod
-    def for_slow_import(cls, seconds: float) -> TooSlow:
+    def for_slow_file(cls, seconds: float) -> TooSlow:
         return cls(
-            f"for {seconds:g} s (server.stalled_seconds), the snapshot file arrived at less than "
-            f"{MIN_BYTES_PER_SECOND >> 10} KiB per second: import it from a host with a faster connection"
+            f"for {seconds:g} s (server.stalled_seconds), the file arrived at less than "
+            f"{MIN_BYTES_PER_SECOND >> 10} KiB per second: send it from a host with a faster connection"
         )
 
 
@@ -61,7 +61,7 @@ class BodyLimitMiddleware:
     """Middleware that limits the size and upload time of request bodies.
 
     Raises TooLarge beyond MAX_BODY_BYTES, TooSlow after ``seconds``, and Busy if all bodies together exceed
-    MAX_HELD_BYTES. For the body of an import, only the pace is limited (``stalled_seconds``).
+    MAX_HELD_BYTES. For the body of a file, only the pace is limited (``stalled_seconds``).
     """
 
     def __init__(self, app: ASGIApp, seconds: float, stalled_seconds: float) -> None:
@@ -74,8 +74,8 @@ class BodyLimitMiddleware:
         if scope["type"] != "http":
             await self.app(scope, receive, send)
             return
-        if scope["path"] == IMPORT_PATH and scope["method"] == "POST" and not plan_of(scope):
-            await self.app(scope, self._refuse_slow_import(receive), send)
+        if _has_file(scope):
+            await self.app(scope, self._refuse_slow_file(receive), send)
             return
         declared_length = Headers(scope=scope).get("content-length", "0")
         if declared_length.isdigit() and int(declared_length) > MAX_BODY_BYTES:
@@ -109,7 +109,7 @@ class BodyLimitMiddleware:
         finally:
             self._held_bytes -= received_bytes
 
-    def _refuse_slow_import(self, receive: Receive) -> Receive:
+    def _refuse_slow_file(self, receive: Receive) -> Receive:
         pace = Pace(self.stalled_seconds)
         is_complete = False
 
@@ -120,9 +120,19 @@ class BodyLimitMiddleware:
             try:
                 message = await pace.wait_for_client(receive())
             except TimeoutError:
-                raise TooSlow.for_slow_import(self.stalled_seconds) from None
+                raise TooSlow.for_slow_file(self.stalled_seconds) from None
             pace.count(len(message.get("body", b"")))
             is_complete = not message.get("more_body")
             return message
 
         return receive_in_time
+
+
+def _has_file(scope: Scope) -> bool:
+    """Return whether the body is a file that is read while it arrives, so that it may be larger.
+
+    In a plan session, it is held in memory.
+    """
+    method, path = scope["method"], scope["path"]
+    is_file = (method == "POST" and path == IMPORT_PATH) or (method == "PUT" and path.startswith(UPLOAD_PREFIX))
+    return is_file and not plan_of(scope)

@@ -1,4 +1,4 @@
-"""Limit how slowly a client may send an import or receive an export, which count towards ``limits.transfers``."""
+"""Limit how slowly a client may send or receive a file, which counts towards ``limits.transfers``."""
 
 from __future__ import annotations
 

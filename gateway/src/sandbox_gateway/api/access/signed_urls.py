@@ -1,4 +1,6 @@
-"""Verify the signed file URLs that E2B's clients create, and find the sandbox whose token signed a URL.
+"""Verify signed URLs: those of files, which E2B's clients create, and those to which they upload files for a build.
+
+This module also finds the sandbox whose token signed the URL of a file.
 
 A client signs with the access token of a sandbox: `sha256(path:operation:user:token[:expiration])`. If the URL has the
 gateway's own address (`E2B_SANDBOX_URL`), only the signature identifies the sandbox. The signature is a hash, so the
@@ -11,6 +13,7 @@ from __future__ import annotations
 import base64
 import hashlib
 import hmac
+import re
 import time
 from collections import OrderedDict
 from dataclasses import dataclass
@@ -23,6 +26,7 @@ from sandbox_gateway.errors import Unauthorized
 
 if TYPE_CHECKING:
     from sandbox_gateway.engine.engine import Engine
+    from sandbox_gateway.engine.secret import Secret
     from sandbox_gateway.records import Sandbox
 
 _OPERATION_BY_METHOD = {"GET": "read", "POST": "write"}
@@ -30,6 +34,9 @@ _FILES_PATH = b"/files"
 _VERSION_PREFIX = "v1_"
 _MAX_EXPIRATION_DIGITS = 15
 _MAX_CACHED_URLS = 1024
+UPLOAD_PREFIX = "/build-files/"
+_UPLOAD_PATH = re.compile(rf"{UPLOAD_PREFIX}[0-9a-f]{{64}}")
+_UPLOAD_SECONDS = 3600
 
 
 @dataclass(frozen=True)
@@ -140,3 +147,32 @@ class SignerFinder:
         if self._tokens.keys() != ids:
             self._tokens = {id: self._tokens.get(id) or self._engine.secret.derive(id).encode() for id in ids}
         return self._tokens
+
+
+def sign_upload(secret: Secret, digest: str, now: float) -> str:
+    """Return the path and the query of a URL to which anyone may upload the archive ``digest`` for an hour."""
+    path, expiration = f"{UPLOAD_PREFIX}{digest}", str(int(now) + _UPLOAD_SECONDS)
+    return f"{path}?{urlencode({'expires': expiration, 'signature': _upload_signature(secret, path, expiration)})}"
+
+
+def is_signed_upload(secret: Secret, scope: Scope, now: float) -> bool:
+    """Return whether a request is an upload with a valid signature; False if it has no signature.
+
+    Raises Unauthorized if the signature is not valid.
+    """
+    if scope["method"] != "PUT" or not _UPLOAD_PATH.fullmatch(scope["path"]):
+        return False
+    parameters = dict(parse_qsl(scope.get("query_string", b"").decode("latin-1")))
+    if "signature" not in parameters:
+        return False
+    expiration = parameters.get("expires", "")
+    expected_signature = _upload_signature(secret, scope["path"], expiration)
+    if not hmac.compare_digest(expected_signature.encode(), parameters["signature"].encode()):
+        raise Unauthorized("the signature of this URL is not valid: request a new URL for this upload")
+    if now > int(expiration):
+        raise Unauthorized("the signature of this URL has expired: request a new URL for this upload")
+    return True
+
+
+def _upload_signature(secret: Secret, path: str, expiration: str) -> str:
+    return secret.derive(f"upload to {path} until {expiration}")

@@ -488,12 +488,10 @@ class AnnounceTemplate(NativeBody):
 
 
 class ImageStep(NativeBody):
-    ignored: ClassVar[Mapping[str, str]] = {
-        "force": "no step is cached",
-        "filesHash": "no files are uploaded",
-    }
+    ignored: ClassVar[Mapping[str, str]] = {"force": "no step is cached"}
 
     type: str = Field(max_length=64)
+    files_hash: str = Field("", max_length=64, description="The digest of the files of a step `COPY`.")
     args: list[Annotated[str, Field(max_length=MAX_COMMAND_LENGTH)]] = Field(default_factory=list, max_length=2000)
 
 
@@ -513,7 +511,7 @@ class BuildFromImage(NativeBody):
 
     def build_recipe(self, resources: Resources) -> Recipe:
         """Return the recipe. As in E2B, the image's own entry point is not started. Raises Invalid, Unsupported."""
-        steps = compile_steps(((step.type, step.args) for step in self.steps), MAX_SETUP_BYTES)
+        steps = compile_steps(((step.type, step.args, step.files_hash) for step in self.steps), MAX_SETUP_BYTES)
         try:
             return Recipe(
                 source=Source.IMAGE,

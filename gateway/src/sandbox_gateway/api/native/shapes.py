@@ -262,6 +262,13 @@ class BuildAnnounced(Shape):
     public: bool = False
 
 
+class FileUpload(Shape):
+    """Where to upload the files of a step of a build."""
+
+    present: bool = Field(description="Whether the files are stored already.")
+    url: str
+
+
 class CaptureCostsShape(Shape):
     """Medians of the costs of recent captures."""
 

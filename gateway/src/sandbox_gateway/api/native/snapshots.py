@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import json
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import Iterator
 from typing import Annotated, Literal
 
 from fastapi import APIRouter, Query, Request, Response
 from fastapi.responses import JSONResponse, StreamingResponse
-from starlette.requests import ClientDisconnect
 from starlette.types import Message, Receive, Scope, Send
 
 from sandbox_gateway.api.access.auth import plan_of
@@ -20,7 +19,7 @@ from sandbox_gateway.api.native import requests, shapes
 from sandbox_gateway.api.native.sandboxes import describe_forks
 from sandbox_gateway.api.native.view import ViewDep, ids_of
 from sandbox_gateway.api.paging import Limit, NextToken, paginate
-from sandbox_gateway.api.waiting import cancel_on_disconnect
+from sandbox_gateway.api.waiting import cancel_on_disconnect, read_file
 from sandbox_gateway.engine.creation_order import Key
 from sandbox_gateway.engine.engine import Engine
 from sandbox_gateway.engine.transfer.transfers import Export
@@ -149,17 +148,9 @@ async def import_(
     # A plan session reads at most the beginning of the file, because that is enough for a prediction.
     in_plan = bool(plan_of(request.scope))
     snapshot = await engine.transfers.import_(
-        _read_pieces(request), name=name or None, trust=trust or (), head_only=in_plan
+        read_file(request), name=name or None, trust=trust or (), head_only=in_plan
     )
     return view.describe_snapshot(snapshot)
-
-
-async def _read_pieces(request: Request) -> AsyncIterator[bytes]:
-    try:
-        async for piece in request.stream():
-            yield piece
-    except ClientDisconnect:
-        raise ClientGone from None
 
 
 @router.get("/signer", summary="Show the key with which this gateway signs exported snapshots", tags=["gateway"])

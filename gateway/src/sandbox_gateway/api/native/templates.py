@@ -2,26 +2,30 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import AsyncIterator
 from typing import Annotated
 
-from fastapi import APIRouter, Query, Response
+from fastapi import APIRouter, Path, Query, Request, Response
 from fastapi.responses import JSONResponse, StreamingResponse
 
+from sandbox_gateway.api.access.auth import plan_of
+from sandbox_gateway.api.access.signed_urls import UPLOAD_PREFIX, sign_upload
 from sandbox_gateway.api.dependencies import EngineDep, Ref
 from sandbox_gateway.api.native import requests, shapes
 from sandbox_gateway.api.native.snapshots import When, remove
 from sandbox_gateway.api.native.view import get_template_or_snapshot
 from sandbox_gateway.api.paging import Limit, NextToken, paginate_list
+from sandbox_gateway.api.waiting import read_file
 from sandbox_gateway.engine.builds import Build
 from sandbox_gateway.engine.engine import Engine
-from sandbox_gateway.engine.image_steps import COPY_PROBLEM
 from sandbox_gateway.engine.names import require_valid_name
 from sandbox_gateway.engine.templates import is_outdated
 from sandbox_gateway.errors import NotFound, Unsupported
 from sandbox_gateway.records import Snapshot, SnapshotKind
 
 router = APIRouter(tags=["templates"])
+Digest = Annotated[str, Path(pattern="^[0-9a-f]{64}$", description="The digest that the client has computed.")]
 
 
 @router.post(
@@ -64,9 +68,41 @@ async def start(ref: Ref, build: str, body: requests.BuildFromImage, engine: Eng
     return shapes.describe_started_build(await engine.templates.start(ref, build, body.build_recipe))
 
 
-@router.get("/templates/{ref}/files/{digest}", summary="Refused: files cannot be uploaded for a build (E2B)")
-async def show_file(ref: Ref, digest: str) -> None:
-    raise Unsupported(COPY_PROBLEM)
+@router.get(
+    "/templates/{ref}/files/{digest}",
+    status_code=201,
+    summary="Return a URL for the upload of a step's files (E2B). Needs the scope admin",
+)
+async def sign_file(request: Request, ref: Ref, digest: Digest, engine: EngineDep) -> shapes.FileUpload:
+    """Return whether the files are stored, and a URL to which they can be uploaded within an hour, without a key."""
+    _refuse_in_plan(request)
+    engine.templates.require_known(ref)
+    # The header comes from a proxy that provides TLS. A client that sends it changes only its own URL.
+    scheme = "https" if request.headers.get("x-forwarded-proto") == "https" else request.url.scheme
+    url = f"{scheme}://{request.base_url.netloc}{sign_upload(engine.secret, digest, time.time())}"
+    return shapes.FileUpload(present=engine.build_files.keep(digest), url=url)
+
+
+@router.put(
+    f"{UPLOAD_PREFIX}{{digest}}",
+    status_code=204,
+    summary="Upload the files of a step of a build, as a tar archive (E2B). Needs no key with a signed URL",
+    openapi_extra={
+        "requestBody": {
+            "required": True,
+            "content": {"application/octet-stream": {"schema": {"type": "string", "format": "binary"}}},
+        }
+    },
+)
+async def upload_file(request: Request, digest: Digest, engine: EngineDep) -> None:
+    _refuse_in_plan(request)
+    length = request.headers.get("content-length", "")
+    await engine.build_files.store(digest, read_file(request), int(length) if length.isdigit() else None)
+
+
+def _refuse_in_plan(request: Request) -> None:
+    if plan_of(request.scope):
+        raise Unsupported("a plan session stores no files: upload files only outside it")
 
 
 @router.get("/templates", response_model_exclude_unset=True, summary="List templates")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
 from typing import Any
 
 from sandbox_gateway.engine.agent_client import AgentClient, ExecResult, Identity
@@ -24,6 +24,9 @@ class PlannedAgent(AgentClient):
 
     async def run_shell(self, command: str, output: Callable[[bytes], None], *, seconds: float) -> int:
         return 0
+
+    async def upload(self, path: str, size: int, pieces: AsyncIterator[bytes], *, seconds: float) -> None:
+        pass
 
     async def start_in_background(self, command: str) -> None:
         pass

@@ -82,7 +82,7 @@ class Transfers:
                 "without volumes, and export that"
             )
         with contextlib.ExitStack() as stack:
-            stack.enter_context(self._slot_held())
+            stack.enter_context(self.slot_held())
             async with self._collector.pinned_then_collected(snapshot):
                 source = await self._host.open_snapshot(snapshot, memory=memory)
             stack.callback(source.close)
@@ -112,9 +112,9 @@ class Transfers:
 
         trusted_fingerprints = {check_fingerprint(each) for each in trust}
         new_names = [require_valid_name(name)] if name else None
-        with self._slot_held():
+        with self.slot_held():
             decoder = Decoder()
-            batches = _join_into_batches(pieces)
+            batches = join_into_batches(pieces)
             manifest = await _read_manifest(decoder, batches)
             signer = self._require_trusted(decoder, trusted_fingerprints)
             snapshot = self._create_record(manifest, signer)
@@ -185,12 +185,13 @@ class Transfers:
             )
 
     @contextlib.contextmanager
-    def _slot_held(self) -> Iterator[None]:
+    def slot_held(self) -> Iterator[None]:
+        """Hold one of the slots for transfers. Raises Busy."""
         limit = self._context.config.limits.transfers
         if self._active_count >= limit:
             raise Busy(
-                f"{limit} snapshots are being exported or imported, which is the maximum (limits.transfers): try again "
-                "when one of them is finished"
+                f"{limit} snapshots or archives are being exported, imported or uploaded, which is the maximum "
+                "(limits.transfers): try again when one of them is finished"
             )
         self._active_count += 1
         try:
@@ -311,7 +312,7 @@ def _iterate_pairs(extents: array[int]) -> Iterator[tuple[int, int]]:
     return zip(values, values, strict=True)
 
 
-async def _join_into_batches(pieces: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
+async def join_into_batches(pieces: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
     """Join small pieces, and yield the result when it is large enough to work on."""
     buffer = bytearray()
     async for piece in pieces:

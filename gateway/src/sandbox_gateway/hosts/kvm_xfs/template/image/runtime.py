@@ -68,6 +68,7 @@ def _prepare_tree(guest: Tree, agent: Path, settings: StartSettings) -> None:
     guest.write("/sbin/init", guest_files.read_text("image/init.py"), mode=0o755)
     guest.write(f"{PREFIX}/start", guest_files.read_text("image/start.py"), mode=0o755)
     guest.write(f"{PREFIX}/start.json", settings.to_json())
+    guest.write(f"{PREFIX}/copy", guest_files.read_text("image/copy.py"), mode=0o755)
     install_network_script(guest)
     set_identity(guest)
     install_agent(guest, agent)

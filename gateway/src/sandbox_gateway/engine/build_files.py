@@ -1,0 +1,182 @@
+"""Store the archives that clients upload for the COPY steps of builds, until no build has used them for a day.
+
+The name of an archive is the digest that the client computed from its files. Nothing on the host reads the contents.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import errno
+import os
+import secrets
+import time
+from collections.abc import AsyncIterator, Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import BinaryIO
+
+from sandbox_gateway.engine.context import Context
+from sandbox_gateway.engine.image_steps import find_archive
+from sandbox_gateway.engine.room import RoomMonitor
+from sandbox_gateway.engine.transfer.transfers import Transfers, join_into_batches
+from sandbox_gateway.errors import BackendFailed, Conflict, NoSpace, OverQuota
+from sandbox_gateway.log import Logger
+from sandbox_gateway.tasks import finish_despite_cancellation
+
+_MAX_STORED_ARCHIVES = 4
+"""The maximum size of all archives, in archives of the maximum size."""
+_UNUSED_SECONDS = 86400
+_KEPT_SECONDS = 3600
+"""An archive that was used within this time does not make room for another one: its build may be about to start."""
+_SWEEP_INTERVAL_SECONDS = 3600
+_PIECE_BYTES = 1 << 20
+_PARTIAL_PREFIX = ".partial-"
+_CREATE_FLAGS = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
+
+log = Logger("templates")
+
+
+@dataclass(frozen=True)
+class StoredArchive:
+    """An open archive."""
+
+    size: int
+    _file: BinaryIO
+
+    async def pieces(self) -> AsyncIterator[bytes]:
+        os.utime(self._file.fileno())
+        while piece := await finish_despite_cancellation(asyncio.to_thread(self._file.read, _PIECE_BYTES)):
+            yield piece
+
+
+class BuildFiles:
+    def __init__(self, context: Context, room: RoomMonitor, transfers: Transfers) -> None:
+        self._room = room
+        self._transfers = transfers
+        self._directory = context.config.host.state_root / "build-files"
+        self._limit_mb = context.config.limits.upload_mb
+        self._max_bytes = self._limit_mb << 20
+        self._uploading_bytes = 0
+        """The sizes that running uploads have announced."""
+
+    def open(self) -> None:
+        """Remove what interrupted uploads have left."""
+        self._directory.mkdir(mode=0o700, exist_ok=True)
+        for path in self._directory.glob(f"{_PARTIAL_PREFIX}*"):
+            path.unlink()
+
+    async def watch(self) -> None:
+        """Remove archives that no build has used for a day. Never returns."""
+        while True:
+            try:
+                await asyncio.to_thread(self._remove_unused)
+            except OSError as error:
+                log.error("unused archives not removed", reason=str(error))
+            await asyncio.sleep(_SWEEP_INTERVAL_SECONDS)
+
+    def _remove_unused(self) -> None:
+        for path, status in self._list():
+            if time.time() - status.st_mtime > _UNUSED_SECONDS:
+                path.unlink(missing_ok=True)
+
+    def _list(self) -> list[tuple[Path, os.stat_result]]:
+        """Return the complete archives, least recently used first."""
+        paths = [path for path in self._directory.iterdir() if not path.name.startswith(_PARTIAL_PREFIX)]
+        return sorted(((path, path.stat()) for path in paths), key=lambda entry: entry[1].st_mtime)
+
+    def keep(self, digest: str) -> bool:
+        """Return whether the archive exists. If it does, it counts as used now."""
+        try:
+            os.utime(self._directory / digest)
+        except FileNotFoundError:
+            return False
+        return True
+
+    def require_for(self, commands: Iterable[str]) -> None:
+        """Raise Conflict unless all archives that these commands copy exist."""
+        for digest in filter(None, map(find_archive, commands)):
+            if not (self._directory / digest).exists():
+                raise _missing_error(digest)
+
+    @contextlib.contextmanager
+    def opened(self, digest: str) -> Iterator[StoredArchive]:
+        """Open an archive. Raises Conflict if it does not exist."""
+        try:
+            file = (self._directory / digest).open("rb")
+        except FileNotFoundError:
+            raise _missing_error(digest) from None
+        with file:
+            yield StoredArchive(os.fstat(file.fileno()).st_size, file)
+
+    async def store(self, digest: str, pieces: AsyncIterator[bytes], announced_size: int | None) -> None:
+        """Store an archive, in place of one with the same digest. ``announced_size``: None if it is unknown."""
+        size = self._max_bytes if announced_size is None else announced_size
+        if size > self._max_bytes:
+            raise self._too_large_error()
+        with self._transfers.slot_held():
+            async with self._room.reserved_for_import(size, 0, what="the upload") as pending_upload:
+                self._uploading_bytes += size
+                path = self._directory / f"{_PARTIAL_PREFIX}{secrets.token_hex(8)}"
+                try:
+                    await finish_despite_cancellation(asyncio.to_thread(self._make_room))
+                    with os.fdopen(os.open(path, _CREATE_FLAGS, 0o600), "wb") as file:
+                        received_bytes = 0
+                        async for batch in join_into_batches(pieces):
+                            received_bytes += len(batch)
+                            if received_bytes > self._max_bytes:
+                                raise self._too_large_error()
+                            await finish_despite_cancellation(asyncio.to_thread(file.write, batch))
+                            pending_upload.count_written(len(batch), memory=False)
+                        await finish_despite_cancellation(asyncio.to_thread(_flush, file))
+                    path.rename(self._directory / digest)
+                except OSError as error:
+                    raise _storage_error(error) from None
+                finally:
+                    self._uploading_bytes -= size
+                    path.unlink(missing_ok=True)
+        log.info("archive stored", digest=digest, bytes=received_bytes)
+
+    def _make_room(self) -> None:
+        """Remove the least recently used archives until the running uploads fit. Raises OverQuota."""
+        archives = self._list()
+        excess = (
+            sum(status.st_size for _, status in archives)
+            + self._uploading_bytes
+            - _MAX_STORED_ARCHIVES * self._max_bytes
+        )
+        for path, status in archives:
+            if excess <= 0 or time.time() - status.st_mtime < _KEPT_SECONDS:
+                break
+            path.unlink(missing_ok=True)
+            excess -= status.st_size
+        if excess > 0:
+            raise OverQuota(
+                f"the archives that builds have used within the last hour would have more than "
+                f"{_MAX_STORED_ARCHIVES * self._limit_mb} MiB, four times limits.upload_mb: try again later, or "
+                "raise that limit"
+            )
+
+    def _too_large_error(self) -> OverQuota:
+        return OverQuota(
+            f"the archive is larger than {self._limit_mb} MiB (limits.upload_mb): list files that the template "
+            "does not need in .dockerignore, or raise that limit"
+        )
+
+
+def _flush(file: BinaryIO) -> None:
+    file.flush()
+    os.fsync(file.fileno())
+
+
+def _missing_error(digest: str) -> Conflict:
+    return Conflict(
+        f"the files of a COPY step (digest {digest}) are not stored in this gateway, which removes them when no build "
+        "has used them for a day: build the template again with the client, which uploads them"
+    )
+
+
+def _storage_error(error: OSError) -> BackendFailed | NoSpace:
+    if error.errno in (errno.ENOSPC, errno.EDQUOT):
+        return NoSpace("no space left for the archive: remove snapshots or sandboxes, or enlarge the file system")
+    return BackendFailed(f"the archive cannot be stored: {error.strerror}. Look at the gateway's log")

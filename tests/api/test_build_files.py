@@ -1,0 +1,280 @@
+"""Uploads of files for builds: who may send them, what is stored, and when it is removed."""
+
+from __future__ import annotations
+
+import os
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+import httpx
+import pytest
+
+from sandbox_gateway.api.access import signed_urls
+from sandbox_gateway.engine.image_steps import archive_path
+from sandbox_gateway.hosts.base import Room
+from tests.api.memory_gateway import ADMIN_KEY, EXEC_KEY, READ_KEY, MemoryGateway
+from tests.support.waiting import eventually
+
+DIGEST, OTHER_DIGEST = "0123456789abcdef" * 4, "f" * 64
+
+
+@pytest.fixture
+def stored(memory_gateway: MemoryGateway) -> Iterator[Path]:
+    """The directory with the archives."""
+    directory = memory_gateway.root / "build-files"
+    yield directory
+    assert list(directory.glob(".*")) == [], "an upload has left something"
+    assert memory_gateway.engine.transfers._active == memory_gateway.engine.build_files._uploading_bytes == 0
+    for path in directory.iterdir():
+        path.unlink()
+
+
+def list_names(directory: Path) -> list[str]:
+    return sorted(path.name for path in directory.iterdir())
+
+
+def sign(gateway: MemoryGateway, digest: str = DIGEST) -> dict[str, Any]:
+    """Request the URL of an upload as the client does, for a build that has not started."""
+    with gateway.client(ADMIN_KEY) as client:
+        template_id = client.post("/v3/templates", json={"name": "uploading"}).json()["templateID"]
+        response = client.get(f"/templates/{template_id}/files/{digest}")
+    assert response.status_code == 201, response.text
+    answer: dict[str, Any] = response.json()
+    return answer
+
+
+def upload(gateway: MemoryGateway, contents: Any = b"archive", digest: str = DIGEST) -> httpx.Response:
+    return httpx.put(sign(gateway, digest)["url"], content=contents)
+
+
+def start_build(api: httpx.Client, name: str, digest: str = DIGEST) -> tuple[httpx.Response, str]:
+    """Start a build with a step COPY. Returns the response and, if the build has started, its log."""
+    announced = api.post("/v3/templates", json={"name": name}).json()
+    steps = [{"type": "COPY", "args": ["a", "/srv/", "", ""], "filesHash": digest, "force": False}]
+    path = f"/templates/{announced['templateID']}/builds/{announced['buildID']}"
+    response = api.post(f"/v2{path}", json={"fromImage": "app", "steps": steps})
+    log = api.get(f"{path}/logs", params={"follow": True}).text if response.status_code == 202 else ""
+    return response, log
+
+
+def test_a_build_gets_the_uploaded_files(memory_gateway: MemoryGateway, api: httpx.Client, stored: Path) -> None:
+    answer = sign(memory_gateway)
+    assert answer["present"] is False and answer["url"].startswith(f"{memory_gateway.url}/build-files/{DIGEST}?")
+    refused, _ = start_build(api, "copied")
+    assert (refused.status_code, refused.json()["kind"]) == (409, "conflict")
+    contents = bytes(range(256)) * 20_000
+    assert httpx.put(answer["url"], content=contents).status_code == 204
+    assert (stored / DIGEST).read_bytes() == contents and (stored / DIGEST).stat().st_mode & 0o777 == 0o600
+    assert stored.stat().st_mode & 0o777 == 0o700
+    assert sign(memory_gateway)["present"] is True
+    os.utime(stored / DIGEST, (1, 1))
+    started, log = start_build(api, "copied")
+    assert started.status_code == 202 and f"uploading {len(contents)} bytes of files" in log and "ready" in log
+    assert time.time() - (stored / DIGEST).stat().st_mtime < 60, "the build has not marked the archive as used"
+    api.post("/sandboxes", json={"templateID": "copied", "name": "copy"}).raise_for_status()
+    result = api.post("/sandboxes/copy/exec", json={"args": ["read", archive_path(DIGEST)]}).json()
+    assert result["stdout"].encode("latin-1") == contents
+
+
+def test_a_template_is_built_again_while_its_files_are_stored(
+    memory_gateway: MemoryGateway, api: httpx.Client, stored: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for digest in (DIGEST, OTHER_DIGEST):
+        assert upload(memory_gateway, digest=digest).status_code == 204
+    start_build(api, "again")
+    template = api.get("/templates/again").json()
+    assert DIGEST in template["recipe"]["setup"][0]
+    assert api.post("/templates/again").status_code == 200, "the build has not changed"
+    assert api.post("/templates", json={"name": "again", **template["recipe"]}).status_code == 200
+    start_build(api, "again", OTHER_DIGEST)
+    assert api.get("/templates/again").json()["digest"] != template["digest"]
+    monkeypatch.setattr(memory_gateway.host, "guest_digest", lambda: "a newer guest")
+    (stored / OTHER_DIGEST).unlink()
+    refused = api.post("/templates/again")
+    assert refused.status_code == 409
+    assert "build the template again with the client, which uploads them" in refused.json()["message"]
+
+
+def test_a_url_has_the_address_that_the_client_used(memory_gateway: MemoryGateway, stored: Path) -> None:
+    with memory_gateway.client(ADMIN_KEY) as client:
+        for headers, address in (
+            ({"Host": "gateway.test:8700"}, "http://gateway.test:8700/build-files/"),
+            ({"Host": "gateway.test", "X-Forwarded-Proto": "https"}, "https://gateway.test/build-files/"),
+            ({"Host": "gateway.test", "X-Forwarded-Proto": "file"}, "http://gateway.test/build-files/"),
+        ):
+            assert client.get(f"/templates/base/files/{DIGEST}", headers=headers).json()["url"].startswith(address)
+
+
+def change_signature(url: str) -> str:
+    return url[:-1] + ("0" if url[-1] != "0" else "1")
+
+
+def change_expiration(url: str) -> str:
+    return url.replace("expires=", "expires=1")
+
+
+def change_digest(url: str) -> str:
+    return url.replace(DIGEST, OTHER_DIGEST)
+
+
+def send_head(gateway: MemoryGateway, url: str, length: int = 1000) -> str:
+    """Send the head of an upload without its body. Returns the first line of the response."""
+    parts = urlsplit(url)
+    with socket.create_connection(("127.0.0.1", gateway.port), timeout=20) as client:
+        head = f"PUT {parts.path}?{parts.query} HTTP/1.1\r\nHost: x\r\nContent-Length: {length}\r\n\r\n"
+        client.sendall(head.encode())
+        return client.recv(4096).decode().partition("\r\n")[0]
+
+
+@pytest.mark.parametrize("change", [change_signature, change_expiration, change_digest])
+def test_a_url_with_another_signature_is_refused_before_the_body_is_read(
+    memory_gateway: MemoryGateway, stored: Path, change: Any
+) -> None:
+    assert " 401 " in send_head(memory_gateway, change(sign(memory_gateway)["url"]))
+    assert list_names(stored) == []
+
+
+def test_an_expired_url_is_refused_before_the_body_is_read(
+    memory_gateway: MemoryGateway, stored: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(signed_urls, "_UPLOAD_SECONDS", -1)
+    assert " 401 " in send_head(memory_gateway, sign(memory_gateway)["url"])
+    refused = upload(memory_gateway)
+    assert refused.status_code == 401 and "has expired" in refused.json()["message"]
+    assert list_names(stored) == []
+
+
+def test_a_signature_is_valid_only_for_an_upload(memory_gateway: MemoryGateway, stored: Path) -> None:
+    query = urlsplit(sign(memory_gateway)["url"]).query
+    path = f"/build-files/{DIGEST}"
+    for method, target in (
+        ("GET", path),
+        ("DELETE", path),
+        ("PUT", "/templates/base/alias"),
+        ("PUT", f"{path}/"),
+        ("PUT", f"/plans/{'f' * 32}{path}"),
+        ("PUT", f"/applied-runs/{'f' * 32}{path}"),
+        ("GET", f"/templates/base/files/{DIGEST}"),
+    ):
+        assert httpx.request(method, f"{memory_gateway.url}{target}?{query}").status_code == 401, target
+    assert list_names(stored) == []
+
+
+def test_only_an_admin_gets_urls_and_uploads_without_one(memory_gateway: MemoryGateway, stored: Path) -> None:
+    for key, statuses in ((READ_KEY, (403, 403)), (EXEC_KEY, (403, 403)), ("", (401, 401)), (ADMIN_KEY, (201, 204))):
+        with memory_gateway.client(key) as client:
+            responses = (
+                client.get(f"/templates/base/files/{DIGEST}"),
+                client.put(f"/build-files/{DIGEST}", content=b"x"),
+            )
+        assert tuple(response.status_code for response in responses) == statuses
+    assert list_names(stored) == [DIGEST]
+
+
+def test_a_plan_session_stores_no_files(memory_gateway: MemoryGateway, stored: Path) -> None:
+    with memory_gateway.client(READ_KEY) as client:
+        plan = client.post("/plans", json={"run": "a test of uploads"}).json()["planID"]
+        for response in (
+            client.get(f"/plans/{plan}/templates/base/files/{DIGEST}"),
+            client.put(f"/plans/{plan}/build-files/{DIGEST}", content=b"x"),
+        ):
+            assert (response.status_code, response.json()["kind"]) == (400, "unsupported")
+    assert list_names(stored) == []
+
+
+def test_a_digest_that_is_not_one_is_refused(api: httpx.Client, stored: Path) -> None:
+    for digest in ("x", DIGEST.upper(), DIGEST[:-1], DIGEST + "0", f"..%2f{DIGEST[5:]}"):
+        assert api.get(f"/templates/base/files/{digest}").status_code in (400, 404)
+        assert api.put(f"/build-files/{digest}", content=b"x").status_code in (400, 404)
+    assert api.get(f"/templates/base/files/{DIGEST[:-1]}").status_code == 400
+    assert api.get(f"/templates/missing/files/{DIGEST}").status_code == 404
+    assert list_names(stored) == []
+
+
+def test_an_archive_that_is_too_large_is_refused(
+    memory_gateway: MemoryGateway, stored: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(memory_gateway.engine.build_files, "_max_bytes", 3_000_000)
+    url = sign(memory_gateway)["url"]
+    assert " 413 " in send_head(memory_gateway, url, 3_000_001)
+    refused = httpx.put(url, content=iter([bytes(1_000_000)] * 4))
+    assert (refused.status_code, refused.json()["kind"]) == (413, "over_quota")
+    assert "limits.upload_mb" in refused.json()["message"] and list_names(stored) == []
+    assert httpx.put(url, content=iter([bytes(1_000_000)] * 3)).status_code == 204
+
+
+def test_an_upload_without_room_is_refused(
+    memory_gateway: MemoryGateway, stored: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    full = Room(disk_free=513 << 20, disk_total=100 << 30, memory_free=8 << 30, memory_total=16 << 30)
+    monkeypatch.setattr(memory_gateway.host, "available_room", full)
+    url = sign(memory_gateway)["url"]
+    assert " 507 " in send_head(memory_gateway, url, 2 << 20)
+    assert list_names(stored) == []
+    assert httpx.put(url, content=b"small").status_code == 204
+
+
+def test_the_number_of_uploads_is_limited_and_the_last_of_two_wins(memory_gateway: MemoryGateway, stored: Path) -> None:
+    releases = [threading.Event(), threading.Event()]
+    responses: list[httpx.Response] = []
+
+    def send(number: int) -> None:
+        def contents() -> Iterator[bytes]:
+            yield b"begin "
+            releases[number].wait(20)
+            yield b"%d" % number
+
+        responses.append(upload(memory_gateway, contents()))
+
+    threads = [threading.Thread(target=send, args=(number,)) for number in range(2)]
+    for thread in threads:
+        thread.start()
+    eventually(lambda: memory_gateway.engine.transfers._active == 2)
+    refused = upload(memory_gateway)
+    assert (refused.status_code, refused.json()["kind"]) == (429, "busy")
+    for number in (1, 0):
+        releases[number].set()
+        threads[number].join()
+        assert (stored / DIGEST).read_bytes() == b"begin %d" % number
+    assert [response.status_code for response in responses] == [204, 204]
+
+
+def test_a_client_that_disconnects_leaves_nothing(memory_gateway: MemoryGateway, stored: Path) -> None:
+    assert upload(memory_gateway, b"before").status_code == 204
+    parts = urlsplit(sign(memory_gateway)["url"])
+    with socket.create_connection(("127.0.0.1", memory_gateway.port)) as client:
+        head = f"PUT {parts.path}?{parts.query} HTTP/1.1\r\nHost: x\r\nContent-Length: 9999999\r\n\r\n"
+        client.sendall(head.encode() + bytes(2_000_000))
+        eventually(lambda: len(list_names(stored)) == 2)
+    eventually(lambda: list_names(stored) == [DIGEST])
+    assert (stored / DIGEST).read_bytes() == b"before"
+
+
+def test_unused_archives_and_partial_uploads_are_removed(memory_gateway: MemoryGateway, stored: Path) -> None:
+    (stored / ".partial-0123").touch()
+    for digest, age in ((DIGEST, 90_000), (OTHER_DIGEST, 80_000)):
+        (stored / digest).touch()
+        os.utime(stored / digest, (time.time() - age,) * 2)
+    memory_gateway.engine.build_files.open()
+    memory_gateway.engine.build_files._remove_unused()
+    assert list_names(stored) == [OTHER_DIGEST]
+
+
+def test_the_size_of_all_archives_is_limited(
+    memory_gateway: MemoryGateway, stored: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(memory_gateway.engine.build_files, "_max_bytes", 100)
+    digests = [f"{number}" * 64 for number in range(6)]
+    for digest in digests[:4]:
+        assert upload(memory_gateway, bytes(100), digest).status_code == 204
+    refused = upload(memory_gateway, bytes(100), digests[4])
+    assert (refused.status_code, refused.json()["kind"]) == (413, "over_quota")
+    for digest, age in ((digests[2], 9000), (digests[1], 5000)):
+        os.utime(stored / digest, (time.time() - age,) * 2)
+    assert upload(memory_gateway, bytes(100), digests[4]).status_code == 204
+    assert list_names(stored) == [digests[0], digests[1], digests[3], digests[4]]
