@@ -18,7 +18,7 @@ from sandbox_gateway.api.access import signed_urls
 from sandbox_gateway.engine.image_steps import archive_path
 from sandbox_gateway.hosts.base import Room
 from tests.api.memory_gateway import ADMIN_KEY, EXEC_KEY, READ_KEY, MemoryGateway
-from tests.support.waiting import eventually
+from tests.support.waiting import wait_until
 
 DIGEST, OTHER_DIGEST = "0123456789abcdef" * 4, "f" * 64
 
@@ -29,7 +29,7 @@ def stored(memory_gateway: MemoryGateway) -> Iterator[Path]:
     directory = memory_gateway.root / "build-files"
     yield directory
     assert list(directory.glob(".*")) == [], "an upload has left something"
-    assert memory_gateway.engine.transfers._active == memory_gateway.engine.build_files._uploading_bytes == 0
+    assert memory_gateway.engine.transfers._active_count == memory_gateway.engine.build_files._uploading_bytes == 0
     for path in directory.iterdir():
         path.unlink()
 
@@ -234,7 +234,7 @@ def test_the_number_of_uploads_is_limited_and_the_last_of_two_wins(memory_gatewa
     threads = [threading.Thread(target=send, args=(number,)) for number in range(2)]
     for thread in threads:
         thread.start()
-    eventually(lambda: memory_gateway.engine.transfers._active == 2)
+    wait_until(lambda: memory_gateway.engine.transfers._active_count == 2)
     refused = upload(memory_gateway)
     assert (refused.status_code, refused.json()["kind"]) == (429, "busy")
     for number in (1, 0):
@@ -250,8 +250,8 @@ def test_a_client_that_disconnects_leaves_nothing(memory_gateway: MemoryGateway,
     with socket.create_connection(("127.0.0.1", memory_gateway.port)) as client:
         head = f"PUT {parts.path}?{parts.query} HTTP/1.1\r\nHost: x\r\nContent-Length: 9999999\r\n\r\n"
         client.sendall(head.encode() + bytes(2_000_000))
-        eventually(lambda: len(list_names(stored)) == 2)
-    eventually(lambda: list_names(stored) == [DIGEST])
+        wait_until(lambda: len(list_names(stored)) == 2)
+    wait_until(lambda: list_names(stored) == [DIGEST])
     assert (stored / DIGEST).read_bytes() == b"before"
 
 

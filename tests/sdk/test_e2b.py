@@ -438,7 +438,7 @@ def test_a_template_is_built_from_an_image_with_steps(server, create_sandbox, tm
     server.gateway.call("DELETE", "/templates/steps")
 
 
-@pytest.mark.usefixtures("needs_memory")
+@pytest.mark.usefixtures("requires_memory")
 @covers("Template.build")
 def test_copy_adds_files_to_a_template(server, create_sandbox, tmp_path):
     layout = write_layout(tmp_path / "layout", [make_small_debian_layer(tmp_path)], {"Env": ["PATH=/usr/bin:/bin"]})

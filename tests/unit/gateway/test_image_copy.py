@@ -17,7 +17,7 @@ from e2b.template.utils import tar_file_stream
 
 from tests.support.session import REPOSITORY
 
-pytestmark = pytest.mark.usefixtures("need_root")
+pytestmark = pytest.mark.usefixtures("requires_root")
 
 
 def _load_program() -> ModuleType:
