@@ -488,7 +488,7 @@ def test_the_callback_lists_omitted_changes_at_the_end_of_the_run(
 
     monkeypatch.setattr(sandboxes, "update", update_one)
     plan_target.run_playbooks(*names, environment=environment)
-    assert plan_target.output.count("in the plan:") == 1, plan_target.output
+    assert plan_target.output.count("In the plan, but not made:") == 1, plan_target.output
     _, _, omitted = plan_target.output.partition("In the plan, but not made:\n")
     assert re.fullmatch(r"target: grove\.sandbox\.sandbox \(second\.yml:\d+\): two", omitted.strip()), (
         plan_target.output
