@@ -451,7 +451,7 @@ def test_a_plan_that_changes_during_the_run_stops_the_next_task(
     )
     assert created["changed"] and refused["failed"], plan_target.output
     assert ("has been edited" if change == "edited" else "replaced by another one") in refused["msg"]
-    assert "in the plan:" not in plan_target.output
+    assert "In the plan, but not made:" not in plan_target.output
     with plan_gateway.client() as client:
         assert client.get("/snapshots").json() == []
 
