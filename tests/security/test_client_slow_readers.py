@@ -230,7 +230,7 @@ def test_large_responses_that_no_client_reads_are_limited_in_total(
     """A client with a read key requests large JSON on many connections, and does not read it."""
     for number in range(4):
         memory_gateway.set_metadata(create_sandbox(api)["sandboxID"], {"notes": f"{number}" * METADATA_BYTES})
-    for name in ("lineage", "walk_lineage"):
+    for name in ("build_lineage", "walk_lineage"):
         nodes = [{"id": "x" * (1 << 16)}] * (RESPONSE_BYTES >> 16)
         monkeypatch.setattr(memory_gateway.engine.snapshots, name, lambda *_, nodes=nodes: nodes)
     key_limit = MAX_READ_COUNT * RESPONSE_BYTES + RESPONSE_BYTES // 2
