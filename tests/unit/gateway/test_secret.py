@@ -30,6 +30,13 @@ def test_a_world_readable_secret_is_made_private(tmp_path: Path) -> None:
     assert (tmp_path / "secret").stat().st_mode & 0o777 == 0o600
 
 
+def test_reading_a_secret_does_not_change_its_file(tmp_path: Path) -> None:
+    path = tmp_path / "secret"
+    secret = load_secret(path)
+    status = path.stat()
+    assert load_secret(path) == secret and path.stat().st_ctime_ns == status.st_ctime_ns
+
+
 def test_a_half_written_secret_is_replaced(tmp_path: Path) -> None:
     (tmp_path / ".secret.new").write_bytes(b"half")
     assert len(load_secret(tmp_path / "secret")) == 32

@@ -6,11 +6,13 @@ import hashlib
 import hmac
 import os
 import secrets
+import stat
 from pathlib import Path
 
 from sandbox_gateway.errors import Invalid
 
 _SECRET_LENGTH = 32
+_MODE = 0o600
 _REMEDY_WITHOUT_BACKUP = "pause and resume all running sandboxes to give them new tokens"
 
 
@@ -48,7 +50,9 @@ def load_secret(path: Path, remedy_without_backup: str = _REMEDY_WITHOUT_BACKUP)
             f"the secret file {path} is {len(secret)} bytes long instead of {_SECRET_LENGTH}: restore it from a "
             f"backup. If there is no backup, remove the file, start the gateway, and {remedy_without_backup}"
         )
-    path.chmod(0o600)
+    # A check run reads a secret, too, and must not change anything.
+    if stat.S_IMODE(path.stat().st_mode) != _MODE:
+        path.chmod(_MODE)
     return secret
 
 
@@ -56,7 +60,7 @@ def _create_secret(path: Path) -> bytes:
     secret = secrets.token_bytes(_SECRET_LENGTH)
     temporary_path = path.with_name(f".{path.name}.new")
     temporary_path.unlink(missing_ok=True)
-    file_fd = os.open(temporary_path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+    file_fd = os.open(temporary_path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, _MODE)
     with os.fdopen(file_fd, "wb") as file:
         file.write(secret)
         file.flush()
