@@ -35,7 +35,9 @@ _NOT_OPERATIONS = {
     "Templates.compute_guest_digest",
     "Volumes.get_state",
     "RoomMonitor.report",
-    "Transfers.export",  # the transfer itself takes as long as its client
+    # take as long as their client
+    "BuildFiles.store",
+    "Transfers.export",
     # consists of a measured operation
     "Templates.rebuild",
     # steps of operations
@@ -49,6 +51,7 @@ _NOT_OPERATIONS = {
     "RoomMonitor.require_for_capture",
     "RoomMonitor.require_for_machines",
     # background work
+    "BuildFiles.watch",
     "Loads.get_history",
     "Loads.watch",
     "PrewarmPool.discard_all",
