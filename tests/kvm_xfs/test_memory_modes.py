@@ -197,7 +197,7 @@ def make_writes_fail(monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*_: object) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("sandbox_gateway.hosts.kvm_xfs.memory.copying._write_all", fail)
+    monkeypatch.setattr("sandbox_gateway.hosts.kvm_xfs.memory.copying.write_all", fail)
 
 
 def make_device_save_fail(monkeypatch: pytest.MonkeyPatch) -> None:

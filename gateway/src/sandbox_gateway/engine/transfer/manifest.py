@@ -110,9 +110,7 @@ class Manifest(_StrictModel):
         if set(names) != expected_names:
             raise ValueError(f"the parts are {', '.join(names) or 'missing'}, not {', '.join(sorted(expected_names))}")
         sizes = {part.name: part.size for part in self.parts}
-        if self.host_kind == "jail_zfs":
-            return self
-        if sizes[SnapshotPart.DISK] > self.sizes.disk_mb << 20:
+        if sizes.get(SnapshotPart.DISK, 0) > self.sizes.disk_mb << 20:
             raise ValueError("the disk is larger than disk_mb")
         if self.platform and sizes[SnapshotPart.MEMORY] != self.sizes.memory_mb << 20:
             raise ValueError("the size of the memory image does not match memory_mb")

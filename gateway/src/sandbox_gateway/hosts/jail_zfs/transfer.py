@@ -16,6 +16,7 @@ from typing import BinaryIO
 from sandbox_gateway.errors import BackendFailed, NoSpace
 from sandbox_gateway.hosts.base import SnapshotPart
 from sandbox_gateway.hosts.jail_zfs.storage.snapshot_streams import SnapshotStreams
+from sandbox_gateway.hosts.positional_writes import write_all
 from sandbox_gateway.hosts.threads import run_in_thread
 from sandbox_gateway.log import Logger
 from sandbox_gateway.records import Snapshot
@@ -84,11 +85,8 @@ class StreamTarget:
 
     def write(self, part: SnapshotPart, offset: int, data: bytes) -> None:
         assert self._file is not None
-        view = memoryview(data)
         try:
-            while view:
-                written_bytes = os.pwrite(self._file.fileno(), view, offset)
-                view, offset = view[written_bytes:], offset + written_bytes
+            write_all(self._file.fileno(), data, offset)
         except OSError as error:
             raise _no_room_error(self._directory, "import the snapshot") from error
 

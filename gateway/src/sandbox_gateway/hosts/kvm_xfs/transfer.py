@@ -21,6 +21,7 @@ from sandbox_gateway.hosts.kvm_xfs.image.reflink import list_data_ranges
 from sandbox_gateway.hosts.kvm_xfs.image.snapshots import Snapshots
 from sandbox_gateway.hosts.kvm_xfs.memory.image_check import compute_check
 from sandbox_gateway.hosts.kvm_xfs.os_errors import translated_os_errors
+from sandbox_gateway.hosts.positional_writes import write_all
 from sandbox_gateway.log import Logger
 from sandbox_gateway.records import MemoryMode, Snapshot
 from sandbox_gateway.tasks import clean_up, finish_despite_cancellation
@@ -117,11 +118,8 @@ class SnapshotFileTarget:
                 self._descriptors[part] = descriptor
 
     def write(self, part: SnapshotPart, offset: int, data: bytes) -> None:
-        view = memoryview(data)
         with translated_os_errors(self._location):
-            while view:
-                written_bytes = os.pwrite(self._descriptors[part], view, offset)
-                view, offset = view[written_bytes:], offset + written_bytes
+            write_all(self._descriptors[part], data, offset)
 
     async def commit(self) -> None:
         with translated_os_errors(self._location):

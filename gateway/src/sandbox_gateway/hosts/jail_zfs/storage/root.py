@@ -17,6 +17,9 @@ from sandbox_gateway.hosts.jail_zfs.storage.slow_commands import list_slow_comma
 
 TEMPLATE_PREFIX = "_template-"
 """Prefix of the datasets of templates."""
+_COMMON_PROPERTIES = {"atime": "off", "com.sun:auto-snapshot": "false"}
+UNMOUNTED_PROPERTIES = {"canmount": "noauto", **_COMMON_PROPERTIES}
+"""The properties of datasets that only have snapshots."""
 IMPORT_PREFIX = "import-"
 """Prefix of the datasets in RETIRED that imports have not finished."""
 SANDBOXES, RETIRED, VOLUMES = CONTAINERS = ("sandboxes", "retired", "volumes")
@@ -113,5 +116,5 @@ class RootDataset:
     def _ensure_container(self, name: str) -> None:
         if not zfs_core.lzc_exists(name):
             # exclude instances from tools that snapshot all datasets, because snapshots would prevent their removal
-            zfs_core.lzc_create(name, props={"atime": "off", "com.sun:auto-snapshot": "false"}, mounted=True)
+            zfs_core.lzc_create(name, props=_COMMON_PROPERTIES, mounted=True)
         zfs_core.mount(name)

@@ -3,16 +3,23 @@
 from __future__ import annotations
 
 from contextlib import suppress
+from functools import partial
 
 import zfs_core
 from zfs_core.stream_format import peek_begin_record
 
 from sandbox_gateway.errors import Invalid, NotFound
 from sandbox_gateway.hosts.jail_zfs.storage.property_store import PropertyStore
-from sandbox_gateway.hosts.jail_zfs.storage.root import IMPORT_PREFIX, RETIRED, TEMPLATE_PREFIX, RootDataset
+from sandbox_gateway.hosts.jail_zfs.storage.root import (
+    IMPORT_PREFIX,
+    RETIRED,
+    TEMPLATE_PREFIX,
+    UNMOUNTED_PROPERTIES,
+    RootDataset,
+)
 from sandbox_gateway.hosts.jail_zfs.storage.snapshot_names import SnapshotNames
 from sandbox_gateway.hosts.jail_zfs.storage.snapshots import BASE_NAME, SnapshotStorage
-from sandbox_gateway.hosts.jail_zfs.storage.zfs_errors import translate_errors, translated_errors
+from sandbox_gateway.hosts.jail_zfs.storage.zfs_errors import attempt, translate_errors
 from sandbox_gateway.records import Snapshot, SnapshotKind
 
 
@@ -59,7 +66,7 @@ class SnapshotStreams:
         partial_name, name = f"{partial_dataset}@{short_name}", f"{dataset}@{short_name}"
         try:
             zfs_core.lzc_receive(partial_name, file)
-            for prop, value in (("canmount", "noauto"), ("atime", "off"), ("com.sun:auto-snapshot", "false")):
+            for prop, value in UNMOUNTED_PROPERTIES.items():
                 zfs_core.lzc_set_prop(partial_dataset, prop, value)
             self._records.write(partial_name, record)
             with self._root.tree_locked():
@@ -67,7 +74,7 @@ class SnapshotStreams:
         except BaseException:
             self._records.forget(record.id, partial_name)
             with suppress(zfs_core.exceptions.ZFSError):
-                destroy_partial_dataset(partial_dataset)
+                _destroy_partial_dataset(partial_dataset)
             raise
         with self._root.index_lock:
             self._names.add({record.id: name})
@@ -78,26 +85,18 @@ class SnapshotStreams:
         """Remove a received snapshot, and anything that a failed ``receive`` left behind."""
         with suppress(NotFound):
             self._snapshots.destroy(record.id)
-        destroy_partial_dataset(self._make_partial_name(record))
+        _destroy_partial_dataset(self._make_partial_name(record))
 
     def _make_partial_name(self, record: Snapshot) -> str:
         return self._root.child(RETIRED, f"{IMPORT_PREFIX}{record.id}")
 
     def sweep(self, datasets: list[str]) -> list[str]:
         """Remove datasets of interrupted imports. Returns a sentence for each."""
-        notes = []
-        for dataset in datasets:
-            try:
-                with translated_errors():
-                    destroy_partial_dataset(dataset)
-            except Exception as error:
-                notes.append(f"{dataset}: its import was interrupted, but it could not be removed yet: {error}")
-            else:
-                notes.append(f"{dataset}: removed, because its import was interrupted")
-        return notes
+        reason = "because its import was interrupted"
+        return [attempt(name, "removed", reason, partial(_destroy_partial_dataset, name)) for name in datasets]
 
 
-def destroy_partial_dataset(dataset: str) -> None:
+def _destroy_partial_dataset(dataset: str) -> None:
     """Destroy a dataset that has only the snapshot of its import. Does nothing if it does not exist."""
     with suppress(zfs_core.exceptions.FilesystemNotFound):
         zfs_core.lzc_destroy_snaps(zfs_core.list_snapshots(dataset), defer=False)

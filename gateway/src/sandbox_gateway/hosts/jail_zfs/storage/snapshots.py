@@ -12,7 +12,7 @@ from sandbox_gateway.errors import InUseExternally
 from sandbox_gateway.hosts.jail_zfs.storage.instances import InstanceStorage
 from sandbox_gateway.hosts.jail_zfs.storage.property_codec import encode
 from sandbox_gateway.hosts.jail_zfs.storage.property_store import PropertyStore
-from sandbox_gateway.hosts.jail_zfs.storage.root import TEMPLATE_PREFIX, RootDataset
+from sandbox_gateway.hosts.jail_zfs.storage.root import TEMPLATE_PREFIX, UNMOUNTED_PROPERTIES, RootDataset
 from sandbox_gateway.hosts.jail_zfs.storage.snapshot_names import SnapshotNames
 from sandbox_gateway.hosts.jail_zfs.storage.snapshot_removal import destroy_snapshot
 from sandbox_gateway.hosts.jail_zfs.storage.volume_snapshots import VolumeSnapshots
@@ -50,7 +50,7 @@ class SnapshotStorage:
         Destroys the dataset if ``fill`` raises an exception.
         """
         dataset = f"{self._root.dataset}/{TEMPLATE_PREFIX}{record.id}"
-        zfs_core.lzc_create(dataset, props={"canmount": "noauto", "atime": "off", "com.sun:auto-snapshot": "false"})
+        zfs_core.lzc_create(dataset, props=UNMOUNTED_PROPERTIES)
         try:
             zfs_core.mount(dataset)
             fill(self._root.mountpoint / f"{TEMPLATE_PREFIX}{record.id}")

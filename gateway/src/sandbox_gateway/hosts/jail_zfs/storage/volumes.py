@@ -13,14 +13,13 @@ volume, the newer record wins.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
 
 import zfs_core
 
-from sandbox_gateway.errors import GatewayError, NotFound
+from sandbox_gateway.errors import NotFound
 from sandbox_gateway.hosts.jail_zfs.storage.ballast import Ballast
 from sandbox_gateway.hosts.jail_zfs.storage.property_codec import DOOMED_PROPERTY, encode
 from sandbox_gateway.hosts.jail_zfs.storage.property_store import PropertyStore
@@ -28,7 +27,7 @@ from sandbox_gateway.hosts.jail_zfs.storage.root import VOLUMES, RootDataset, pa
 from sandbox_gateway.hosts.jail_zfs.storage.volume_datasets import VolumeDatasets
 from sandbox_gateway.hosts.jail_zfs.storage.volume_scan import VolumeFindings
 from sandbox_gateway.hosts.jail_zfs.storage.volume_snapshots import VolumeSnapshots
-from sandbox_gateway.hosts.jail_zfs.storage.zfs_errors import check_quota, translate_errors
+from sandbox_gateway.hosts.jail_zfs.storage.zfs_errors import attempt, check_quota, translate_errors
 from sandbox_gateway.records import Volume
 
 
@@ -223,10 +222,9 @@ class VolumeStorage:
         for dataset, size in findings.correct_sizes.items():
             set_quota = partial(zfs_core.lzc_set_prop, dataset, "refquota", size)
             action = "reset to the size in its record"
-            notes.append(_attempt(dataset, action, "because its quota was different", set_quota))
+            notes.append(attempt(dataset, action, "because its quota was different", set_quota))
         mount_notes = [
-            _attempt(dataset, "mounted", "", partial(zfs_core.mount, dataset))
-            for dataset in findings.unmounted_datasets
+            attempt(dataset, "mounted", "", partial(zfs_core.mount, dataset)) for dataset in findings.unmounted_datasets
         ]
         return [note for note in notes + mount_notes if note]
 
@@ -237,25 +235,16 @@ class VolumeStorage:
         for snapshot_id in findings.orphaned_ids:
             destroy = partial(self._snapshots.destroy, snapshot_id, deferred=True)
             reason = "because the sandbox's snapshot that it belonged to does not exist"
-            notes.append(_attempt(findings.snapshot_names[snapshot_id], "removed", reason, destroy))
+            notes.append(attempt(findings.snapshot_names[snapshot_id], "removed", reason, destroy))
         with self._root.tree_locked():
             tree = self._datasets.tree
             for dataset in findings.leftover_datasets:
                 reason = "because a rollback replaced it or was not completed"
-                notes.append(_attempt(dataset, "retired", reason, partial(tree.destroy_or_retire, dataset)))
+                notes.append(attempt(dataset, "retired", reason, partial(tree.destroy_or_retire, dataset)))
             for dataset in findings.uncommitted_datasets:
                 reason = "because it was never committed"
-                notes.append(_attempt(dataset, "removed", reason, partial(tree.destroy, dataset)))
+                notes.append(attempt(dataset, "removed", reason, partial(tree.destroy, dataset)))
         for volume_id in findings.doomed_ids:
             name = self._root.child(VOLUMES, volume_id)
-            notes.append(_attempt(name, "removed", "as requested", partial(self.finish_removal, volume_id)))
+            notes.append(attempt(name, "removed", "as requested", partial(self.finish_removal, volume_id)))
         return notes
-
-
-def _attempt(name: str, action: str, reason: str, change: Callable[[], object]) -> str:
-    """Call ``change`` and describe its result. Returns "" for a successful change without a ``reason``."""
-    try:
-        change()
-    except (GatewayError, zfs_core.exceptions.ZFSError) as error:
-        return f"{name}: could not be {action} yet: {error}"
-    return reason and f"{name}: {action}, {reason}"

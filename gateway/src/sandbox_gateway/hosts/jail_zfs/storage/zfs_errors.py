@@ -89,3 +89,12 @@ def check_quota(origin: str, size_mb: int | None, noun: str = "disk") -> None:
             f"a {noun} of {size_mb} MiB is too small, because the snapshot contains {(referenced >> 20) + 1} MiB: "
             "choose a larger size"
         )
+
+
+def attempt(name: str, action: str, reason: str, change: Callable[[], object]) -> str:
+    """Call ``change`` and describe its result. Returns "" for a successful change without a ``reason``."""
+    try:
+        change()
+    except (GatewayError, zfs_core.exceptions.ZFSError) as error:
+        return f"{name}: could not be {action} yet: {error}"
+    return reason and f"{name}: {action}, {reason}"

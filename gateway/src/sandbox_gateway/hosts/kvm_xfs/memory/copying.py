@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 from sandbox_gateway.errors import BackendFailed
 from sandbox_gateway.hosts.kvm_xfs.memory.ram import PAGE_BYTES, Ram
 from sandbox_gateway.hosts.kvm_xfs.memory.runs import Runs, count_bytes, from_mask, split
+from sandbox_gateway.hosts.positional_writes import write_all
 
 MAX_BUFFERED_BYTES = 256 << 20
 """Maximum bytes to buffer until the machine resumes. Any further bytes are written while the machine is stopped."""
@@ -80,7 +81,7 @@ class Copier:
             )
             self._written_pages[first_page : first_page + length // PAGE_BYTES] = is_changed
             for start, size in from_mask(is_changed, 0, PAGE_BYTES).tolist():
-                _write_all(self._image, contents[start : start + size].data, offset + start)
+                write_all(self._image, contents[start : start + size].data, offset + start)
                 self.written_bytes += size
 
     def _differs_from_base(self, contents: NDArray[np.uint8], offset: int) -> NDArray[np.bool_]:
@@ -92,9 +93,3 @@ class Copier:
                 raise BackendFailed("the base image is shorter than the machine's memory")
             difference = difference ^ base_contents.view(np.uint64).reshape(-1, _WORDS_PER_PAGE)
         return np.asarray(difference.any(axis=1))
-
-
-def _write_all(descriptor: int, data: memoryview, offset: int) -> None:
-    while data:
-        written_bytes = os.pwrite(descriptor, data, offset)
-        data, offset = data[written_bytes:], offset + written_bytes
