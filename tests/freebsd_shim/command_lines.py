@@ -158,6 +158,8 @@ class Recording:
     unknown: list[list[str]]
 
     def add(self, argv: Sequence[str]) -> None:
+        if argv[0].endswith("/nsenter"):  # A test whose shim has a network namespace of its own.
+            argv = argv[2:]
         if argv[0] == "zfs":
             is_known = argv[1].lstrip("-") in ZFS_SUBCOMMANDS
             self.zfs.add(argv[1])

@@ -11,8 +11,9 @@ from pathlib import Path
 
 import pytest
 
+from sandbox_gateway.errors import BackendFailed
 from sandbox_gateway.hosts.jail_zfs import commands
-from tests.freebsd_shim.command_lines import checked, find, format_table
+from tests.freebsd_shim.command_lines import checked, find, format_table, recorded
 
 _PAGE_PATH = Path(__file__).parents[3] / "docs/jail_zfs.md"
 _BEGIN, _END = "<!-- command lines: begin -->\n", "<!-- command lines: end -->\n"
@@ -57,3 +58,12 @@ def test_a_command_line_that_is_not_in_the_table_is_reported() -> None:
 
     with pytest.raises(AssertionError, match=r"add these command lines .*'true'.*'echo', '-x'"):
         asyncio.run(run())
+
+
+def test_the_namespace_of_a_test_is_not_part_of_a_command_line() -> None:
+    prefix = ("/usr/bin/nsenter", "--net=/proc/self/ns/net")
+    with recorded() as recording:
+        with pytest.raises(BackendFailed):
+            asyncio.run(commands.CommandRunner()(*prefix, "umount", "-f", "00ff"))
+        asyncio.run(commands.CommandRunner()(*prefix, "true"))
+    assert ([each.form for each in recording.known], recording.unknown) == (["umount -f FSID"], [["true"]])
