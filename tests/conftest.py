@@ -7,10 +7,12 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import itertools
 import os
 import secrets
 import shutil
 import subprocess
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -64,10 +66,24 @@ def pytest_report_header() -> str:
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    _print_durations(terminalreporter)
     if os.environ[_SEED_VARIABLE] != "0":
         terminalreporter.write_line(
             f"To run the tests in this order again: {_SEED_VARIABLE}={os.environ[_SEED_VARIABLE]}"
         )
+
+
+def _print_durations(terminalreporter: pytest.TerminalReporter) -> None:
+    """Print how long the tests of each folder took. Lanes run in parallel, so the sum is longer than the run."""
+    seconds: Counter[str] = Counter()
+    tests: Counter[str] = Counter()
+    for report in itertools.chain.from_iterable(terminalreporter.stats.values()):
+        if isinstance(report, pytest.TestReport):
+            seconds[_folder_of(report.nodeid)] += report.duration
+            tests[_folder_of(report.nodeid)] += report.when == "call"
+    terminalreporter.section("time per folder")
+    for folder, duration in seconds.most_common():
+        terminalreporter.write_line(f"{duration / 60:6.1f} min  tests/{folder}: {tests[folder]} tests")
 
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)

@@ -75,7 +75,7 @@ def keywords(request: pytest.FixtureRequest) -> dict[str, Any]:
     return _EXECUTION_KEYWORDS[request.param]
 
 
-@pytest.fixture(params=["memory", "real"])
+@pytest.fixture(params=mark_slow_except(("memory",), ("memory", "real")))
 def target(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Target]:
     """Each of two targets in turn: a gateway backed by an in-memory host, and a gateway with real machines.
 

@@ -20,12 +20,13 @@ from tests.api.memory_gateway import ADMIN_KEY, EXEC_KEY, MemoryGateway
 from tests.collection import agents
 from tests.support import ansible_core_versions
 from tests.support.ansible_core_versions import NEWEST, RELEASES
+from tests.support.samples import mark_slow_except
 
 Task = dict[str, Any]
 Play = dict[str, Any]
 PLUGINS = Path(__file__).parent / "plugins"
 SKIPPED = "this task is skipped in check mode"
-each_release = pytest.mark.parametrize("core", RELEASES)
+each_release = pytest.mark.parametrize("core", mark_slow_except((NEWEST,), RELEASES))
 
 
 @pytest.fixture(scope="module")

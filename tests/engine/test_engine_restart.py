@@ -10,6 +10,7 @@ from sandbox_gateway.engine.spec import ForkSpec
 from sandbox_gateway.errors import Conflict
 from sandbox_gateway.records import SandboxState
 from tests.engine.test_engine_fork import START_COUNTER_COMMAND, read_counter
+from tests.support.samples import mark_slow_except
 from tests.support.waiting import wait_until
 from tests.support.worlds import TEMPLATE, World
 
@@ -45,7 +46,7 @@ def test_a_second_gateway_on_the_same_state_is_refused(make_runner: Any) -> None
     assert runner.engine.templates.get(TEMPLATE)
 
 
-@pytest.mark.parametrize("policy", ["start", "stay"])
+@pytest.mark.parametrize("policy", mark_slow_except(("start",), ("start", "stay")))
 def test_a_sandbox_is_restarted_or_stays_paused_after_a_power_cut(make_runner: Any, world: World, policy: str) -> None:
     runner = make_runner(restart=policy)
     runner.do(runner.engine.forks.create(TEMPLATE, ForkSpec(names=["victim"])))

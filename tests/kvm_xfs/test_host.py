@@ -77,6 +77,7 @@ def test_a_capture_without_a_pagemap_copies_all_memory(runner: EngineRunner, mon
     assert runner.shell(fork.id, "cat /run/data").strip() == "data"
 
 
+@pytest.mark.slow
 def test_a_template_whose_setup_fails_is_removed(kvm_xfs_world: KvmXfsWorld, runner: EngineRunner) -> None:
     traces_before = kvm_xfs_world.read_traces(runner.config)
     build = runner.do(runner.engine.templates.build("broken", Recipe(setup=["echo so far", "echo no >&2; exit 3"])))

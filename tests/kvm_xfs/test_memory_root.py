@@ -216,6 +216,7 @@ def test_an_adopted_machine_is_captured_in_the_root(
     assert read_digest(runner, runner.do(runner.engine.forks.create("again", ForkSpec())).id) == digest
 
 
+@pytest.mark.slow
 def test_sandboxes_boot_after_a_power_cut_while_the_root_is_not_mounted(
     runner: EngineRunner, root: LoopXfs, make_runner: MakeRunner, kvm_xfs_world: KvmXfsWorld
 ) -> None:
@@ -237,6 +238,7 @@ def test_sandboxes_boot_after_a_power_cut_while_the_root_is_not_mounted(
     assert list_image_names(root.mount_point) == [], "the previous run's image was not removed"
 
 
+@pytest.mark.slow
 def test_a_capture_after_a_new_boot_does_not_use_images_of_the_previous_run(
     runner: EngineRunner, monkeypatch: pytest.MonkeyPatch
 ) -> None:

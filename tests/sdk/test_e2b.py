@@ -442,14 +442,14 @@ def test_a_template_is_built_from_an_image_with_steps(server, create_sandbox, tm
 @covers("Template.build")
 def test_copy_adds_files_to_a_template(server, create_sandbox, tmp_path):
     layout = write_layout(tmp_path / "layout", [make_small_debian_layer(tmp_path)], {"Env": ["PATH=/usr/bin:/bin"]})
-    image, context = f"oci:{layout}:test", tmp_path / "context"
+    context = tmp_path / "context"
     (context / "tree/deep").mkdir(parents=True)
     (context / "tree/deep/data").write_bytes(random.Random(1).randbytes(3_000_000))
     (context / "tree/link").symlink_to("/etc/hostname")
     (context / "run.sh").write_text("#!/bin/sh\necho copied\n")
     template = (
         e2b.Template(file_context_path=context)
-        .from_image(image)
+        .from_image(f"oci:{layout}:test")
         .set_workdir("/srv/work")
         .set_user("games")
         .copy("run.sh", "bin/", user="games:daemon", mode=0o750)
@@ -479,7 +479,18 @@ def test_copy_adds_files_to_a_template(server, create_sandbox, tmp_path):
     ]
     assert sandbox.files.read("/app/deep/data", format="bytes") == (context / "tree/deep/data").read_bytes()
     sandbox.kill()
-    dockerfile = f"FROM {image}\nARG TARGET=/opt/app\nWORKDIR /opt\nCOPY --chmod=0700 run.sh $TARGET/\n"
+    server.gateway.call("DELETE", "/templates/copied")
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("requires_memory")
+@covers("Template.build")
+def test_a_template_is_built_from_a_dockerfile(server, create_sandbox, tmp_path):
+    layout = write_layout(tmp_path / "layout", [make_small_debian_layer(tmp_path)], {"Env": ["PATH=/usr/bin:/bin"]})
+    context = tmp_path / "context"
+    context.mkdir()
+    (context / "run.sh").write_text("#!/bin/sh\necho copied\n")
+    dockerfile = f"FROM oci:{layout}:test\nARG TARGET=/opt/app\nWORKDIR /opt\nCOPY --chmod=0700 run.sh $TARGET/\n"
     dockerfile += "RUN app/run.sh > app/output\n"
     build = e2b.Template.build(
         e2b.Template(file_context_path=context).from_dockerfile(dockerfile), "copied", cpu_count=1, memory_mb=256

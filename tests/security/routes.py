@@ -178,6 +178,17 @@ SPELLINGS: dict[str, Callable[[str], str]] = {
     "another version": lambda path: f"/v2{path}",
     "a method in the query": lambda path: f"{path}?_method=DELETE",
 }
+SAMPLED_SPELLINGS = (
+    "unchanged",
+    "slashes encoded",
+    "up from an open path",
+    "an open path as a query",
+    "double slashes",
+    "an encoded line feed",
+    "followed by exec",
+    "an absolute URL",
+)
+"""Spellings for complete test runs: one of each kind of trick, and each that has worked."""
 
 OVERRIDE_HEADERS: list[dict[str, str]] = [
     {name: value}

@@ -22,6 +22,7 @@ from tests.api.memory_gateway import ADMIN_KEY, MemoryGateway
 from tests.api.test_websocket import Handler, RecordingService, open_websocket
 from tests.security.hostile import LoopMonitor, make_endless_sender
 from tests.support.daemon import Daemon
+from tests.support.samples import mark_slow_except
 from tests.support.waiting import wait_until
 
 CLIENT_COUNT = 20
@@ -92,7 +93,7 @@ FLOODS = {
 }
 
 
-@pytest.mark.parametrize("handler", [read_all, never_read])
+@pytest.mark.parametrize("handler", mark_slow_except((never_read,), (read_all, never_read)))
 @pytest.mark.parametrize("flood", FLOODS)
 def test_memory_use_is_limited_when_a_client_floods(
     _daemon_and_sandbox: tuple[Daemon, dict[str, Any]], flood: str, handler: Handler

@@ -33,6 +33,7 @@ from tests.security.hostile import (
     make_response,
     replaced_agent,
 )
+from tests.support.samples import mark_slow_except
 from tests.support.waiting import wait_until
 
 _MB = 1 << 20
@@ -172,7 +173,7 @@ ESCAPES = {
 }
 
 
-@pytest.mark.parametrize("escape", ESCAPES)
+@pytest.mark.parametrize("escape", mark_slow_except(("short among text", "two bytes"), ESCAPES))
 def test_the_largest_text_does_not_delay_others(
     memory_gateway: MemoryGateway, sandbox: dict[str, Any], escape: str
 ) -> None:

@@ -80,6 +80,7 @@ def test_a_restarted_gateway_reads_the_log(shared_gateway: Gateway, sandbox_id: 
     assert "queue_enable" in get_sandbox(shared_gateway, sandbox_id)["stateReason"]
 
 
+@pytest.mark.slow
 def test_the_copy_of_the_console_is_bounded(shared_gateway: Gateway, sandbox_id: str) -> None:
     """QEMU keeps a copy of the console of a machine that boots. Root writes twice its limit."""
     shared_gateway.call("POST", f"/sandboxes/{sandbox_id}/pause", {"memory": False})

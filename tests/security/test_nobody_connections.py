@@ -84,7 +84,7 @@ class Target:
             client.get("/sandboxes").raise_for_status()
 
 
-@pytest.fixture(scope="module", params=["tcp", "tls"])
+@pytest.fixture(scope="module", params=mark_slow_except(("tls",), ("tcp", "tls")))
 def module_target(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, certificate_settings: dict[str, str]
 ) -> Iterator[Target]:

@@ -14,6 +14,7 @@ from tests.security.hostile import LoopMonitor
 from tests.security.routes import (
     METHODS,
     OVERRIDE_HEADERS,
+    SAMPLED_SPELLINGS,
     SPELLINGS,
     Caller,
     Target,
@@ -21,17 +22,6 @@ from tests.security.routes import (
     list_routes,
 )
 from tests.support.samples import mark_slow_except
-
-SAMPLED_SPELLINGS = (
-    "unchanged",
-    "slashes encoded",
-    "up from an open path",
-    "an open path as a query",
-    "double slashes",
-    "an encoded line feed",
-    "followed by exec",
-    "an absolute URL",
-)
 
 INVALID_KEY_HEADERS: dict[str, dict[str, str]] = {
     "no key": {},

@@ -289,6 +289,7 @@ def test_a_changed_wheel_is_not_installed(mirror: Mirror, host: Host, attack: At
     assert not host.has_program("sandbox-gateway")
 
 
+@pytest.mark.slow
 def test_an_sdist_instead_of_a_wheel_is_not_built(mirror: Mirror, host: Host, attack: Attack) -> None:
     file_name = mirror.find_file_name("setuptools")
     version = file_name.split("-")[1]

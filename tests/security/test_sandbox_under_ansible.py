@@ -27,11 +27,14 @@ from tests.support.liar import (
     make_output_frame,
     make_response,
 )
+from tests.support.samples import mark_slow_except
 
 ESCAPE = "\x1b]0;owned\x07\x1b[2J\x9b31m"
 
 
-pytestmark = pytest.mark.parametrize("core", ansible_core_versions.RELEASES)
+pytestmark = pytest.mark.parametrize(
+    "core", mark_slow_except((ansible_core_versions.OLDEST,), ansible_core_versions.RELEASES)
+)
 
 
 class HostileTemplates:

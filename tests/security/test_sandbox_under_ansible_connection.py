@@ -19,8 +19,11 @@ import pytest
 from tests.api.memory_gateway import EXEC_KEY
 from tests.support import ansible_core_versions
 from tests.support.liar import FakeGateway, make_facts_response, make_response
+from tests.support.samples import mark_slow_except
 
-pytestmark = pytest.mark.parametrize("core", ansible_core_versions.RELEASES)
+pytestmark = pytest.mark.parametrize(
+    "core", mark_slow_except((ansible_core_versions.NEWEST,), ansible_core_versions.RELEASES)
+)
 
 KEY = "key-of-the-gateway"
 SECRET = "content-of-a-file"

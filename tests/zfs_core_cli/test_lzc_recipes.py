@@ -92,6 +92,7 @@ def test_snapshots_with_retention(recipe: Recipe, lzc: Lzc, root: str) -> None:
     assert f"{root}/below@daily-2026-11-02" in below and f"{root}/below@daily-2026-11-01" not in below
 
 
+@pytest.mark.slow
 def test_a_clone_for_a_test(recipe: Recipe, lzc: Lzc, root: str, root_path: Path) -> None:
     lzc("create", f"{root}/data")
     (root_path / "data/file").write_text("data")
@@ -139,6 +140,7 @@ def test_an_interrupted_transfer_continues(
     assert (root_path / "copy/file").read_bytes() == (root_path / "data/file").read_bytes()
 
 
+@pytest.mark.slow
 def test_a_hold_before_an_upgrade(recipe: Recipe, lzc: Lzc, root: str) -> None:
     lzc("create", f"{root}/var")
     variables = {"zfs_dataset": root, "zfs_tag": "14.2"}
