@@ -14,6 +14,6 @@
     free memory of the host           host_memory                           host_memory
 
 Both kinds share ``state_root`` (its creation), ``rootfs_common`` and ``guest_digest`` (templates), ``network_policy``
-(egress rules, name servers), ``tree_removal``, and ``connect``, which the engine and the API also use to open
-connections to agents.
+(egress rules, name servers), ``tree_removal``, ``os_errors`` (errors for callers), and ``connect``, which the engine
+and the API also use to open connections to agents.
 """

@@ -16,6 +16,7 @@ from typing import BinaryIO
 from sandbox_gateway.errors import BackendFailed, NoSpace
 from sandbox_gateway.hosts.base import SnapshotPart
 from sandbox_gateway.hosts.jail_zfs.storage.snapshot_streams import SnapshotStreams
+from sandbox_gateway.hosts.os_errors import translated_os_errors
 from sandbox_gateway.hosts.positional_writes import write_all
 from sandbox_gateway.hosts.threads import run_in_thread
 from sandbox_gateway.log import Logger
@@ -81,14 +82,13 @@ class StreamTarget:
         """Create the temporary file for a stream of ``size`` bytes. Raises GatewayError."""
         _require_room(self._directory, size + reserve_bytes, "import the snapshot")
         self._file = _create_file(self._directory)
-        os.ftruncate(self._file.fileno(), size)
+        with translated_os_errors(str(self._directory)):
+            os.ftruncate(self._file.fileno(), size)
 
     def write(self, part: SnapshotPart, offset: int, data: bytes) -> None:
         assert self._file is not None
-        try:
+        with translated_os_errors(str(self._directory)):
             write_all(self._file.fileno(), data, offset)
-        except OSError as error:
-            raise _no_room_error(self._directory, "import the snapshot") from error
 
     async def commit(self) -> None:
         self._snapshot.host = {"zfsSnapshot": self._streams.full_name(self._snapshot)}
@@ -108,11 +108,14 @@ class StreamTarget:
 
 def _create_file(directory: Path) -> BinaryIO:
     # Not in the pool, because zfs-fuse could deadlock.
-    return tempfile.TemporaryFile(dir=directory, prefix="stream-")
+    with translated_os_errors(str(directory)):
+        return tempfile.TemporaryFile(dir=directory, prefix="stream-")
 
 
 def _require_room(directory: Path, size: int, action: str) -> None:
-    if shutil.disk_usage(directory).free < size:
+    with translated_os_errors(str(directory)):
+        free_bytes = shutil.disk_usage(directory).free
+    if free_bytes < size:
         raise _no_room_error(directory, action)
 
 

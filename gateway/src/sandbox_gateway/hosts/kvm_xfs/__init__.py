@@ -10,7 +10,6 @@
     quarantine        moves damaged objects to a directory of their own
     host_lock         locks the state root and the network prefix against a second gateway
     host_memory       reads the host's free memory
-    os_errors         translates errors of the operating system
     cgroup            limits the resources of machines and volume servers
     bounded_log       keeps the output of machines and volume servers
     threads           runs blocking work

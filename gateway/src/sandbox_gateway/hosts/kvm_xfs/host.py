@@ -44,7 +44,6 @@ from sandbox_gateway.hosts.kvm_xfs.memory.image_check import ImageCheck
 from sandbox_gateway.hosts.kvm_xfs.memory.tracker_client import TrackerClient
 from sandbox_gateway.hosts.kvm_xfs.memory.write_tracking import MODES_BEST_FIRST, WriteTrackingRegistry
 from sandbox_gateway.hosts.kvm_xfs.network.slots import SlotPool
-from sandbox_gateway.hosts.kvm_xfs.os_errors import translated_os_errors
 from sandbox_gateway.hosts.kvm_xfs.qemu import accel
 from sandbox_gateway.hosts.kvm_xfs.qemu.command_line import Platform
 from sandbox_gateway.hosts.kvm_xfs.quarantine import Quarantine
@@ -55,6 +54,7 @@ from sandbox_gateway.hosts.kvm_xfs.template.image.registry import resolve_digest
 from sandbox_gateway.hosts.kvm_xfs.volumes.kvm_volumes import KvmVolumes
 from sandbox_gateway.hosts.kvm_xfs.volumes.server_pool import ServerPool
 from sandbox_gateway.hosts.network_policy import name_servers
+from sandbox_gateway.hosts.os_errors import translated_os_errors
 from sandbox_gateway.hosts.state_root import create_state_root
 from sandbox_gateway.image_references import parse_image_reference
 from sandbox_gateway.log import Logger

@@ -20,7 +20,7 @@ from sandbox_gateway.hosts.kvm_xfs.image.layout import SnapshotFiles
 from sandbox_gateway.hosts.kvm_xfs.image.reflink import list_data_ranges
 from sandbox_gateway.hosts.kvm_xfs.image.snapshots import Snapshots
 from sandbox_gateway.hosts.kvm_xfs.memory.image_check import compute_check
-from sandbox_gateway.hosts.kvm_xfs.os_errors import translated_os_errors
+from sandbox_gateway.hosts.os_errors import translated_os_errors
 from sandbox_gateway.hosts.positional_writes import write_all
 from sandbox_gateway.log import Logger
 from sandbox_gateway.records import MemoryMode, Snapshot

@@ -16,7 +16,7 @@ from itertools import zip_longest
 from pathlib import Path
 
 from sandbox_gateway.errors import BackendFailed, NoSpace, Unsupported
-from sandbox_gateway.hosts.kvm_xfs.os_errors import is_out_of_space, no_space_error
+from sandbox_gateway.hosts.os_errors import is_out_of_space, no_space_error
 
 _FICLONE = 0x40049409
 _FS_IOC_FIEMAP = 0xC020660B

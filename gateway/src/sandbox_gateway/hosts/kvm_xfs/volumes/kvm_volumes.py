@@ -16,13 +16,13 @@ from dataclasses import dataclass, field
 from sandbox_gateway.errors import GatewayError, NotFound
 from sandbox_gateway.hosts.base import GuestMount, Scan, VolumeState
 from sandbox_gateway.hosts.kvm_xfs.image.layout import Layout
-from sandbox_gateway.hosts.kvm_xfs.os_errors import translated_os_errors
 from sandbox_gateway.hosts.kvm_xfs.quarantine import Quarantine
 from sandbox_gateway.hosts.kvm_xfs.record_files import RecordReader
 from sandbox_gateway.hosts.kvm_xfs.volumes.pending_snapshots import PendingSnapshots
 from sandbox_gateway.hosts.kvm_xfs.volumes.ports import Ports
 from sandbox_gateway.hosts.kvm_xfs.volumes.server_pool import ServerPool
 from sandbox_gateway.hosts.kvm_xfs.volumes.store import VolumeStore
+from sandbox_gateway.hosts.os_errors import translated_os_errors
 from sandbox_gateway.log import Logger
 from sandbox_gateway.records import Mount, Sandbox, Volume, VolumeSnapshot
 from sandbox_gateway.tasks import BackgroundTasks, wait_for_all
