@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import io
 import json
 import sys
+import tarfile
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -67,6 +69,23 @@ def test_the_console_ends_a_guest_that_is_silent(tmp_path: Path) -> None:
         assert [console.read_line(started + 60), console.read_line(started + 60)] == ["one", "two"]
         with pytest.raises(TimeoutError):
             console.read_line(time.monotonic() + 0.01)
+
+
+def test_the_results_of_a_guest_stay_in_their_directory(tmp_path: Path) -> None:
+    disk, directory = tmp_path / "disk", tmp_path / "results"
+    directory.mkdir()
+    with tarfile.open(disk, "w") as archive:
+        for name in ("./a.xml", "../b.json", "/c.json"):
+            member = tarfile.TarInfo(name)
+            member.size = 1
+            archive.addfile(member, io.BytesIO(b"x"))
+        link = tarfile.TarInfo("link")
+        link.type, link.linkname = tarfile.SYMTYPE, "/etc/passwd"
+        archive.addfile(link)
+    lane.extract_results(disk, directory)
+    assert sorted(path.name for path in directory.iterdir()) == ["a.xml", "b.json", "c.json"]
+    disk.write_bytes(bytes(1 << 20))
+    lane.extract_results(disk, directory)
 
 
 def test_results_are_counted(tmp_path: Path) -> None:
