@@ -360,7 +360,7 @@ def test_a_quota_below_the_used_space_is_refused(root: str, root_path: Path) -> 
     _create(f"{root}/a")
     (root_path / "a" / "file").write_bytes(os.urandom(3 << 20))
     zfs_core.sync(f"{root}/a")
-    assert isinstance(_catch_error(zfs_core.lzc_set_prop, f"{root}/a", "refquota", 1 << 20), lzc_exc.QuotaExceeded)
+    assert isinstance(_catch_error(zfs_core.lzc_set_prop, f"{root}/a", "refquota", 1 << 20), lzc_exc.QuotaTooSmall)
 
 
 def test_changes_since_any_ancestor_are_detected(root: str, root_path: Path) -> None:

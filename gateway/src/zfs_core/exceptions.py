@@ -234,6 +234,12 @@ class NoSpace(ZFSError):
     message = "No space left"
 
 
+class QuotaTooSmall(NoSpace):
+    """A quota would be smaller than the data. libzfs_core reports this as NoSpace, although the pool has space."""
+
+    message = "Quota is smaller than the data"
+
+
 class QuotaExceeded(ZFSError):
     errno = errno.EDQUOT
     message = "Quota exceeded"

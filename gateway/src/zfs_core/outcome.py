@@ -18,6 +18,7 @@ from zfs_core.exceptions import (
     PoolsDiffer,
     PropertyInvalid,
     QuotaExceeded,
+    QuotaTooSmall,
     WrongParent,
     ZFSError,
     ZFSGenericError,
@@ -28,7 +29,7 @@ ErrorFactory = Callable[[str], ZFSError]
 
 _ERRORS: dict[Cause, ErrorFactory] = {
     Cause.NO_SPACE: NoSpace,
-    Cause.SIZE_TOO_SMALL: QuotaExceeded,
+    Cause.SIZE_TOO_SMALL: QuotaTooSmall,
     Cause.QUOTA_EXCEEDED: QuotaExceeded,
     Cause.NAME_INVALID: NameInvalid,
     Cause.NAME_TOO_LONG: NameTooLong,

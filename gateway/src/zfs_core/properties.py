@@ -20,7 +20,7 @@ from zfs_core.run import run
 def lzc_set_props(name: Name, prop: Name, val: Value) -> None:
     """Set one property atomically. A snapshot only has user properties.
 
-    Raises QuotaExceeded for a quota below the space in use. Also raises PropertyInvalid, DatasetNotFound, NoSpace.
+    Raises QuotaTooSmall for a quota below the space in use. Also raises PropertyInvalid, DatasetNotFound, NoSpace.
     Command: ``zfs set PROP=VAL NAME``.
     """
     target = validate_existing_name(name)

@@ -24,6 +24,8 @@ class Ballast:
         """Call ``change``, and if the pool is full, release the ballast and call ``change`` again."""
         try:
             change()
+        except zfs_core.exceptions.QuotaTooSmall:
+            raise
         except zfs_core.exceptions.NoSpace:
             if not zfs_core.lzc_exists(self._dataset):
                 raise

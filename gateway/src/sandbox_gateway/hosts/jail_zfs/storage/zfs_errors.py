@@ -41,15 +41,15 @@ def translated_errors() -> Iterator[None]:
 def to_gateway_error(error: zfs_core.exceptions.ZFSError) -> GatewayError:
     name_suffix = f" {error.name}" if error.name else ""
     match error:
+        case zfs_core.exceptions.QuotaTooSmall() | zfs_core.exceptions.QuotaExceeded():
+            return OverQuota(
+                f"the disk quota of{name_suffix or ' the dataset'} is too small for its data: choose a larger quota"
+            )
         case zfs_core.exceptions.NoSpace():
             pool = (error.name or "").partition("/")[0] or "ZFS"
             return NoSpace(
                 f"the pool {pool} has no space left{name_suffix and f' for{name_suffix}'}: remove snapshots or "
                 "sandboxes"
-            )
-        case zfs_core.exceptions.QuotaExceeded():
-            return OverQuota(
-                f"the disk quota of{name_suffix or ' the dataset'} is too small for its data: choose a larger quota"
             )
         case zfs_core.exceptions.ZFSInitializationFailed():
             return BackendFailed(f"ZFS cannot be reached: {error.details}")
