@@ -12,9 +12,9 @@ from sandbox_gateway.hosts.kvm_xfs.template.debian import unpack_debian
 from sandbox_gateway.hosts.kvm_xfs.template.image.layers import unpack_layers
 from sandbox_gateway.hosts.kvm_xfs.template.image.registry import copy_image
 from sandbox_gateway.hosts.kvm_xfs.template.image.runtime import START_COMMAND, add_runtime
-from sandbox_gateway.hosts.kvm_xfs.template.image.settings import read_start_settings
+from sandbox_gateway.hosts.kvm_xfs.template.image.settings import StartSettings, read_start_settings
 from sandbox_gateway.hosts.rootfs_common import remove_tree
-from sandbox_gateway.image_references import Transport, parse_image_reference
+from sandbox_gateway.image_references import ImageReference, Transport, parse_image_reference
 from sandbox_gateway.recipes import Recipe
 from sandbox_gateway.records import Resources
 
@@ -35,7 +35,18 @@ class ImageBuilder:
         image = parse_image_reference(recipe.image)
         if image.transport is Transport.REGISTRY and digest:
             image = replace(image, tag="", digest=digest)
-        disk_mb = recipe.resources.disk_mb
+        # Checking and unpacking the layers occupies only one processor.
+        debian_task = asyncio.create_task(self._unpack_debian())
+        try:
+            tree, start_settings = await self._unpack_image(image, recipe.resources.disk_mb)
+            debian = await debian_task
+        finally:
+            debian_task.cancel()
+            await asyncio.gather(debian_task, return_exceptions=True)
+        boot_files = await add_runtime(tree, debian, self._agent, start_settings, self._log)
+        return tree, boot_files, START_COMMAND if start_settings.args else ""
+
+    async def _unpack_image(self, image: ImageReference, disk_mb: int) -> tuple[Path, StartSettings]:
         copy_directory = self._work_directory / "oci"
         copy_directory.mkdir(mode=0o700)
         copied_image = await copy_image(image, copy_directory, self._settings, disk_mb << 20, self._log)
@@ -44,9 +55,7 @@ class ImageBuilder:
         # A rename on the same file system; the layers are not needed any more.
         tree = tree.rename(self._work_directory / "tree")
         await remove_tree(copy_directory)
-        debian = await self._unpack_debian()
-        boot_files = await add_runtime(tree, debian, self._agent, start_settings, self._log)
-        return tree, boot_files, START_COMMAND if start_settings.args else ""
+        return tree, start_settings
 
     async def _unpack_debian(self) -> Path:
         directory = self._work_directory / "debian"
