@@ -26,6 +26,13 @@ _PARTS = {
     "mke2fs": "`mke2fs -d`",
     "boot": "QEMU and the kernel until it looks for init",
 }
+_STAGES = {
+    "disk": ("", "the disk of the template"),
+    "machine": ("booting ", "the boot of its machine, until the agent responds"),
+    "interpreter": ("starting the code interpreter", "the start of the code interpreter"),
+    "capture": ("capturing ", "the capture of its disk and memory"),
+}
+"""``{part: (beginning of the line with which it starts, title)}``"""
 
 
 class Image:
@@ -52,6 +59,10 @@ class Image:
         result.add_parts("floor", _PARTS, samples)
         target = Target("ratio", 1.3)
         result.add_measure("build", "build, until it was ready", samples=samples["build"], floor="floor", target=target)
+        result.add_parts("build", {part: title for part, (_, title) in _STAGES.items()}, samples)
+        result.add_measure("floor_disk", "floor: the first three commands", samples=samples["floor_disk"])
+        title = "the disk of the template, compared with them"
+        result.add_measure("disk", title, samples=samples["disk"], floor="floor_disk", target=target)
         return result
 
 
@@ -82,6 +93,7 @@ def _measure_floor(raw: RawQemu, layout: Path, directory: Path, samples: dict[st
     for part, ms in times.items():
         samples[part].append(ms)
     samples["floor"].append(sum(times.values()))
+    samples["floor_disk"].append(sum(times.values()) - times["boot"])
     shutil.rmtree(directory)
 
 
@@ -94,10 +106,25 @@ def _time_command(argv: Sequence[str | Path]) -> float:
 def _measure_build(host: KvmXfs, layout: Path, name: str, samples: dict[str, list[float]]) -> None:
     resources = Resources(memory_mb=MEMORY_MB, disk_mb=DISK_MB)
     recipe = Recipe(source="image", image=f"oci:{layout}:test", resources=resources)
-    start_time = time.perf_counter()
+    times = [time.perf_counter()]
     build = host.live.do(host.live.engine.templates.build(name, recipe))
-    lines = host.live.follow(build, timeout=_TIMEOUT_SECONDS)
-    samples["build"].append((time.perf_counter() - start_time) * 1000)
+
+    async def follow() -> list[str]:
+        lines = []
+        async for line in build.follow():
+            lines.append(line)
+            times.append(time.perf_counter())
+        return lines
+
+    lines = ["", *host.live.do(follow(), timeout=_TIMEOUT_SECONDS)]
     if build.status != "ready":
         raise RuntimeError("the template could not be built:\n" + "\n".join(lines[-20:]))
+    starts = [
+        next(moment for moment, line in zip(times, lines, strict=True) if line.startswith(beginning))
+        for beginning, _ in _STAGES.values()
+    ]
+    ends = [*starts[1:], times[-1]]
+    for part, start, end in zip(_STAGES, starts, ends, strict=True):
+        samples[part].append((end - start) * 1000)
+    samples["build"].append((times[-1] - times[0]) * 1000)
     host.live.do(host.live.engine.snapshots.delete(name))
