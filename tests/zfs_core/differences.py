@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 _BOTH = {
-    "test_set_readonly_prop": "zfs_core refuses to set a read-only property, which this test wants to be ignored",
-    "test_set_prop_too_small_quota": "a quota below the used space is QuotaExceeded, not NoSpace: the pool has space",
+    "test_set_readonly_prop": "zfs_core refuses to set a read-only property; this test expects it to be ignored",
+    "test_set_prop_too_small_quota": "a quota below the used space raises QuotaExceeded, not NoSpace: the pool has space",
     "test_force_recv_full_already_existing_with_snapshots": (
         "`zfs receive -F` does not replace a filesystem that has snapshots"
     ),
@@ -13,7 +13,7 @@ _BOTH = {
 _NO_READ_ONLY_POOLS = "zfs-fuse cannot import a pool read-only"
 _NO_LATER_SNAPSHOTS = "`zfs receive -F` of zfs-fuse does not destroy snapshots that are later than the stream's base"
 _NO_OTHER_FILESYSTEM = "`zfs send -i` of zfs-fuse needs a base in the same filesystem"
-_OTHER_ORDER = "zfs-fuse checks the destination in another order, so it reports another reason"
+_OTHER_ORDER = "zfs-fuse checks the destination in a different order, so it reports a different reason"
 _NO_OPTIONS = "`zfs receive` of zfs-fuse has no options for properties and origins"
 _NO_SEND_OPTIONS = "`zfs send` of zfs-fuse has no flags, and sends only snapshots"
 
@@ -59,11 +59,11 @@ DIFFERENCES: dict[str, dict[str, str]] = {
             ("test_recv_full_but_specify_origin", "test_recv_one_invalid_prop", "test_recv_one_props"), _NO_OPTIONS
         ),
         **dict.fromkeys(("test_send_filesystem", "test_send_flags"), _NO_SEND_OPTIONS),
-        "test_promote_too_long_snapname": "zfs-fuse promotes a clone although the name of a snapshot gets too long",
+        "test_promote_too_long_snapname": "zfs-fuse promotes a clone even if the name of a snapshot becomes too long",
     },
 }
 HANGING_TESTS = dict.fromkeys(
     ("test_force_recv_full_existing_modified_mounted_fs", "test_force_recv_incremental_modified_mounted_fs"),
-    "zfs-fuse hangs if it should replace a filesystem while a process has files in it open",
+    "zfs-fuse hangs when it replaces a filesystem in which a process has files open",
 )
 """Tests that zfs-fuse does not survive."""
