@@ -145,7 +145,7 @@ ZFS_SUBCOMMANDS = {
 """The pages of the subcommands that `zfs_core` may run. docs/zfs_core.md lists which function runs which command."""
 
 
-def find(argv: Sequence[str]) -> CommandLine | None:
+def find_command_line(argv: Sequence[str]) -> CommandLine | None:
     return next((each for each in COMMAND_LINES if each.matches(argv)), None)
 
 
@@ -164,7 +164,7 @@ class Recording:
             is_known = argv[1].lstrip("-") in ZFS_SUBCOMMANDS
             self.zfs.add(argv[1])
         else:
-            line = find(argv)
+            line = find_command_line(argv)
             is_known = line is not None
             if line is not None:
                 self.known.add(line)
