@@ -1,4 +1,4 @@
-"""The gateway issues every command line of the table in docs/jail_zfs.md, except those for rare cases."""
+"""Test that the gateway issues every command line in the table of docs/jail_zfs.md, except for rare ones."""
 
 from __future__ import annotations
 

@@ -23,7 +23,15 @@ from sandbox_gateway.hosts.kvm_xfs.template.image.confinement import FILE_CAPABI
 from sandbox_gateway.hosts.kvm_xfs.template.image.layers import unpack_layers
 from sandbox_gateway.hosts.kvm_xfs.template.image.registry import copy_image, resolve_digest
 from sandbox_gateway.image_references import parse_image_reference
-from tests.support.images import PASSWORD, make_entry, make_layer, push, running_registry, write_auth_file, write_layout
+from tests.support.images import (
+    PASSWORD,
+    make_entry,
+    make_layer,
+    push_image,
+    running_registry,
+    write_auth_file,
+    write_layout,
+)
 
 pytestmark = pytest.mark.usefixtures("requires_root")
 
@@ -202,7 +210,7 @@ def layout(tmp_path: Path) -> Path:
 
 
 def test_images_come_from_registries_layouts_and_archives(registry: str, layout: Path, tmp_path: Path) -> None:
-    push(layout, f"{registry}/team/app:1.0")
+    push_image(layout, f"{registry}/team/app:1.0")
     sources = {"registry": f"docker://{registry}/team/app:1.0", "layout": f"oci:{layout}:test", "only": f"oci:{layout}"}
     for transport, suffix in (("oci-archive", ""), ("docker-archive", ":team/app:1.0")):
         file = tmp_path / f"{transport}.tar"
@@ -225,10 +233,10 @@ def test_the_digest_depends_on_the_image_and_not_on_its_name(registry: str, tmp_
         return asyncio.run(resolve_digest(parse_image_reference(f"docker://{registry}/{name}"), settings))
 
     for layout, name in ((first, "moving:a"), (first, "other:b")):
-        push(layout, f"{registry}/{name}")
+        push_image(layout, f"{registry}/{name}")
     digest = resolve("moving:a")
     assert digest == resolve("other:b") == resolve(f"moving@{digest}")
-    push(second, f"{registry}/moving:a")
+    push_image(second, f"{registry}/moving:a")
     assert resolve("moving:a") != digest
     pinned = dataclasses.replace(parse_image_reference(f"docker://{registry}/moving:a"), tag="", digest=digest)
     (tmp_path / "pinned").mkdir()
@@ -244,7 +252,7 @@ def check_refused(reference: str, tmp_path: Path, message: str, settings: KvmXfs
 
 
 def test_a_registry_without_https_must_be_configured(registry: str, layout: Path, tmp_path: Path) -> None:
-    push(layout, f"{registry}/plain:1")
+    push_image(layout, f"{registry}/plain:1")
     check_refused(f"docker://{registry}/plain:1", tmp_path, "does not use HTTPS.*kvm_xfs.insecure_registries")
 
 
@@ -305,17 +313,19 @@ def test_credentials_are_used_and_are_in_no_command_line(
     monkeypatch.setattr("sandbox_gateway.hosts.kvm_xfs.template.image.registry.run_async_bytes", record)
     with running_registry(tmp_path / "private", with_password=True) as registry:
         auth_file = write_auth_file(tmp_path / "auth.json", registry)
-        push(layout, f"{registry}/private:1", auth_file)
+        push_image(layout, f"{registry}/private:1", auth_file)
         reference = f"docker://{registry}/private:1"
-        without, missing, right = (
+        config_without_file, config_with_missing_file, config_with_file = (
             KvmXfs(insecure_registries=[registry], registry_auth_file=path)
             for path in (None, tmp_path / "missing", auth_file)
         )
-        check_refused(reference, tmp_path, "refuses access .* ask an administrator to set", without)
+        check_refused(reference, tmp_path, "refuses access .* ask an administrator to set", config_without_file)
         (tmp_path / "2").mkdir()
-        check_refused(reference, tmp_path / "2", "missing does not exist on the gateway's host", missing)
+        check_refused(
+            reference, tmp_path / "2", "missing does not exist on the gateway's host", config_with_missing_file
+        )
         (tmp_path / "3").mkdir()
-        assert (unpack(reference, tmp_path / "3", settings=right) / "hello").exists()
+        assert (unpack(reference, tmp_path / "3", settings=config_with_file) / "hello").exists()
     token = json.loads(auth_file.read_text())["auths"][registry]["auth"]
     assert len(command_lines) >= 3
     assert not any(secret in line for line in command_lines for secret in (PASSWORD, token))

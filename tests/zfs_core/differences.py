@@ -4,7 +4,9 @@ from __future__ import annotations
 
 _BOTH = {
     "test_set_readonly_prop": "zfs_core refuses to set a read-only property; this test expects it to be ignored",
-    "test_set_prop_too_small_quota": "a quota below the used space raises QuotaExceeded, not NoSpace: the pool has space",
+    "test_set_prop_too_small_quota": (
+        "a quota below the used space raises QuotaExceeded, not NoSpace: the pool has space"
+    ),
     "test_force_recv_full_already_existing_with_snapshots": (
         "`zfs receive -F` does not replace a filesystem that has snapshots"
     ),
