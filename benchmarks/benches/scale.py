@@ -108,7 +108,7 @@ def measure_sizes(
 
 
 class Store(Protocol):
-    """Where the records of a host are written."""
+    """The place to which the records of a host are written."""
 
     snapshot_fields: Mapping[str, Any]
     """The fields of snapshots that depend on the kind of host."""

@@ -99,7 +99,7 @@ class Libvirt:
 
         wait_for_answer(GUEST_ADDRESS, open_socket)
 
-    def destroy_all(self) -> None:
+    def destroy_domains(self) -> None:
         """Stop and undefine all domains."""
         for name in self.virsh("list", "--name").split():
             self.virsh("destroy", name)
@@ -177,7 +177,7 @@ class Libvirt:
         if self._process is not None:
             try:
                 if self._process.poll() is None:
-                    self.destroy_all()
+                    self.destroy_domains()
             finally:
                 self._stop_daemon(self._process)
         shutil.rmtree(self.directory)

@@ -177,7 +177,7 @@ class VirshSave:
 
     key = "virsh_save"
     title = "virsh save, restore"
-    compared_with = "ours"
+    baseline_key = "ours"
     address = GUEST_ADDRESS
 
     def __init__(self, libvirt: Libvirt, files: Files, concurrency: int) -> None:
@@ -223,7 +223,7 @@ class VirshExternal:
 
     key = "virsh_external"
     title = "virsh snapshot, external memory"
-    compared_with = "ours"
+    baseline_key = "ours"
     address = GUEST_ADDRESS
 
     def __init__(self, libvirt: Libvirt, files: Files, concurrency: int) -> None:
@@ -282,7 +282,7 @@ class VirshInternal:
 
     key = "virsh_internal"
     title = "virsh snapshot, internal"
-    compared_with = "ours"
+    baseline_key = "ours"
     address = GUEST_ADDRESS
 
     def __init__(self, libvirt: Libvirt, files: Files, concurrency: int) -> None:
@@ -311,7 +311,7 @@ class Savevm:
 
     key = "savevm"
     title = "QEMU savevm, loadvm"
-    compared_with = "ours"
+    baseline_key = "ours"
     address = GUEST_ADDRESS
 
     def __init__(self, libvirt: Libvirt, files: Files, concurrency: int) -> None:
@@ -409,7 +409,7 @@ def rival_machine(
     finally:
         if isinstance(machine, Savevm):
             machine.stop()
-        libvirt.destroy_all()
+        libvirt.destroy_domains()
         shutil.rmtree(directory)
 
 

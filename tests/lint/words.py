@@ -104,14 +104,14 @@ def load_rules() -> tuple[Rule, ...]:
 
 def extract_markdown(text: str) -> Iterator[Prose]:
     """Yield paragraphs, list items, headings and table cells. Omits fenced code, and replaces inline code with CODE."""
-    in_fence = False
+    is_in_fence = False
     block: list[str] = []
     start_line = 0
     for number, line in enumerate([*text.splitlines(), ""], 1):
         if line.lstrip().startswith("```"):
-            in_fence = not in_fence
+            is_in_fence = not is_in_fence
             line = ""
-        elif in_fence:
+        elif is_in_fence:
             continue
         is_block_start = re.match(r"\s*(?:[*-]|\d+\.|#+|>|\|)(?:\s|$)|\s*<!--", line)
         if block and (is_block_start or not line.strip()):
@@ -310,7 +310,7 @@ def read_allowances() -> dict[str, int]:
     return dict(tomllib.loads(ALLOWANCES_FILE.read_text())["allowed"]) if ALLOWANCES_FILE.exists() else {}
 
 
-def directory_of(path: str, directories: Iterable[str]) -> str:
+def find_directory(path: str, directories: Iterable[str]) -> str:
     """Return the directory in ``directories`` whose allowance applies to a file, or "" if there is none."""
     return max((each for each in directories if path.startswith(f"{each}/")), key=len, default="")
 
@@ -329,7 +329,7 @@ def main(arguments: list[str]) -> int:
     allowances = read_allowances()
     findings = [finding for path in paths for finding in check_file(path)]
     directory_by_path = {
-        each.path: "" if each.path in guides else directory_of(each.path, allowances) for each in findings
+        each.path: "" if each.path in guides else find_directory(each.path, allowances) for each in findings
     }
     counts = Counter(directory_by_path[each.path] for each in findings)
     if "--update" in arguments:
