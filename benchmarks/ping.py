@@ -61,7 +61,7 @@ class Ping:
         if kind is None:
             self.replies = [Reply(sent_at, received_at) for sent_at, received_at in json.loads(output)]
 
-    def switch_to(self, address: str) -> None:
+    def change_address(self, address: str) -> None:
         """Ping ``address`` from now on."""
         assert self._process.stdin is not None
         self._process.stdin.write(f"{address}\n".encode())

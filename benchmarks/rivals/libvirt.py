@@ -77,7 +77,7 @@ class Libvirt:
     def get_tap_name(self, number: int) -> str:
         return f"rival{number:02}"
 
-    def virsh(self, *arguments: str) -> str:
+    def run_virsh(self, *arguments: str) -> str:
         """Run virsh and return its output. Raises RuntimeError with virsh's message if it fails."""
         socket_path = self.directory / "sock" / "libvirt-sock"
         argv = ["virsh", "--quiet", "--connect", f"qemu+unix:///system?socket={socket_path}", *arguments]
@@ -101,10 +101,10 @@ class Libvirt:
 
     def destroy_domains(self) -> None:
         """Stop and undefine all domains."""
-        for name in self.virsh("list", "--name").split():
-            self.virsh("destroy", name)
-        for name in self.virsh("list", "--all", "--name").split():
-            self.virsh("undefine", name, "--snapshots-metadata")
+        for name in self.run_virsh("list", "--name").split():
+            self.run_virsh("destroy", name)
+        for name in self.run_virsh("list", "--all", "--name").split():
+            self.run_virsh("undefine", name, "--snapshots-metadata")
 
     def _start_daemon(self) -> None:
         for name, target in _DIRECTORIES.items():
@@ -164,7 +164,7 @@ class Libvirt:
         deadline = time.monotonic() + 60
         while True:
             try:
-                self.virsh("version")
+                self.run_virsh("version")
                 return
             except RuntimeError as error:
                 if process.poll() is not None or time.monotonic() > deadline:

@@ -300,7 +300,7 @@ def find_files(paths: Iterable[str]) -> Iterator[Path]:
 
 
 def check_file(path: Path) -> list[Finding]:
-    relative_path = _path_in_repository(path)
+    relative_path = _get_path_in_repository(path)
     pieces = extract_prose(path)
     return [*find_violations(relative_path, pieces), *run_proselint(relative_path, pieces)]
 
@@ -318,11 +318,11 @@ def find_directory(path: str, directories: Iterable[str]) -> str:
 def main(arguments: list[str]) -> int:
     """Check all files and return the exit code. Given path prefixes, print the findings of those files and return 0."""
     prefixes = tuple(argument for argument in arguments if not argument.startswith("-"))
-    guides = {_path_in_repository(path) for path in find_files(GUIDE_PATHS)}
+    guides = {_get_path_in_repository(path) for path in find_files(GUIDE_PATHS)}
     paths = sorted({*find_files(GUIDE_PATHS), *find_files(CODE_PATHS)})
     if prefixes:
         for path in paths:
-            if _path_in_repository(path).startswith(prefixes):
+            if _get_path_in_repository(path).startswith(prefixes):
                 for each in check_file(path):
                     print(each)
         return 0
@@ -345,7 +345,7 @@ def main(arguments: list[str]) -> int:
     return 1 if exceeded_directories else 0
 
 
-def _path_in_repository(path: Path) -> str:
+def _get_path_in_repository(path: Path) -> str:
     return path.relative_to(REPOSITORY).as_posix()
 
 

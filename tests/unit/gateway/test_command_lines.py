@@ -66,4 +66,4 @@ def test_the_namespace_of_a_test_is_not_part_of_a_command_line() -> None:
         with pytest.raises(BackendFailed):
             asyncio.run(commands.CommandRunner()(*prefix, "umount", "-f", "00ff"))
         asyncio.run(commands.CommandRunner()(*prefix, "true"))
-    assert ([each.form for each in recording.known], recording.unknown) == (["umount -f FSID"], [["true"]])
+    assert ([each.form for each in recording.known_lines], recording.unknown_argvs) == (["umount -f FSID"], [["true"]])
