@@ -28,8 +28,8 @@ _TIMESTAMP = struct.Struct("!d")
 class Reply:
     """The times of one ping in seconds of ``time.monotonic``, which is the same clock in all processes."""
 
-    sent: float
-    received: float
+    sent_at: float
+    received_at: float
 
 
 class Ping:
@@ -59,9 +59,9 @@ class Ping:
     ) -> None:
         output, _ = self._process.communicate(timeout=30)
         if kind is None:
-            self.replies = [Reply(sent, received) for sent, received in json.loads(output)]
+            self.replies = [Reply(sent_at, received_at) for sent_at, received_at in json.loads(output)]
 
-    def switch_to(self, address: str) -> None:
+    def change_address(self, address: str) -> None:
         """Ping ``address`` from now on."""
         assert self._process.stdin is not None
         self._process.stdin.write(f"{address}\n".encode())
@@ -77,8 +77,8 @@ def find_longest_wait(replies: list[Reply], start: float, end: float) -> float:
 
     The wait for an unanswered ping lasts until a later ping is answered.
     """
-    waits = [reply.received - reply.sent for reply in replies if start <= reply.sent <= end]
-    receive_times = sorted(reply.received for reply in replies if start <= reply.received <= end)
+    waits = [reply.received_at - reply.sent_at for reply in replies if start <= reply.sent_at <= end]
+    receive_times = sorted(reply.received_at for reply in replies if start <= reply.received_at <= end)
     gaps = [later - earlier for earlier, later in itertools.pairwise(receive_times)]
     return max([*waits, *gaps], default=end - start) * 1000
 

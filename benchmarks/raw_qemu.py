@@ -73,7 +73,7 @@ class RawMachine:
 
         ``stepwise``: load the state with a separate command after QEMU has answered, to time both steps separately.
         """
-        with self._starting(deferred=stepwise) as (start_time, address, state):
+        with self._starting(defer_load=stepwise) as (start_time, address, state):
             self._monitor = monitor = Monitor(address)
             monitor.execute("qmp_capabilities")
             status = monitor.execute("query-status")
@@ -88,7 +88,7 @@ class RawMachine:
 
     def start_without_guest(self) -> None:
         """Start QEMU without loading a state, so that no guest runs."""
-        with self._starting(deferred=True) as (_, address, _):
+        with self._starting(defer_load=True) as (_, address, _):
             self._monitor = Monitor(address)
             self._monitor.execute("qmp_capabilities")
 
@@ -98,7 +98,7 @@ class RawMachine:
         Does not execute QMP commands.
         """
         message = b"?" + uuid.uuid4().bytes
-        with self._starting(deferred=False) as (start_time, _, _):
+        with self._starting(defer_load=False) as (start_time, _, _):
             assert self._line is not None
             self._line.settimeout(_TIMEOUT_SECONDS)
             self._line.sendall(message)
@@ -112,7 +112,7 @@ class RawMachine:
 
         Without the initrd, the kernel has no driver for the disk. It panics, and QEMU exits.
         """
-        with self._starting(deferred=False, boot=True) as (start_time, _, _):
+        with self._starting(defer_load=False, boot=True) as (start_time, _, _):
             assert self._process is not None
             pidfd = os.pidfd_open(self._process.pid)
             try:
@@ -125,13 +125,13 @@ class RawMachine:
             _, status, usage = os.wait4(self._process.pid, 0)
             self._process.returncode = os.waitstatus_to_exitcode(status)
         if self._process.returncode != 0:
-            raise RuntimeError(f"QEMU failed: {self._log_tail()}")
+            raise RuntimeError(f"QEMU failed: {self._read_log_tail()}")
         self._process = None
         return (end_time - start_time) * 1000, (usage.ru_utime + usage.ru_stime) * 1000
 
     def start_paused(self) -> None:
         """Start QEMU, load the state, and leave the guest paused."""
-        with self._starting(deferred=False, hold=True) as (_, address, _):
+        with self._starting(defer_load=False, hold=True) as (_, address, _):
             self._monitor = Monitor(address)
             self._monitor.execute("qmp_capabilities")
             while self._monitor.execute("query-status")["status"] == "inmigrate":
@@ -160,11 +160,13 @@ class RawMachine:
         while message not in received:
             chunk = self._line.recv(4096)
             if not chunk:
-                raise RuntimeError(f"QEMU exited before its guest answered: {self._log_tail()}")
+                raise RuntimeError(f"QEMU exited before its guest answered: {self._read_log_tail()}")
             received += chunk
 
     @contextlib.contextmanager
-    def _starting(self, *, deferred: bool, hold: bool = False, boot: bool = False) -> Iterator[tuple[float, str, int]]:
+    def _starting(
+        self, *, defer_load: bool, hold: bool = False, boot: bool = False
+    ) -> Iterator[tuple[float, str, int]]:
         """Start QEMU. Yields the start time, the address of the QMP socket, and the descriptor of the device state.
 
         ``boot``: boot the kernel, without an initrd, instead of loading the device state.
@@ -187,9 +189,9 @@ class RawMachine:
                 if boot:
                     position = argv.index("-initrd")
                     del argv[position : position + 2]
-                if deferred:
+                if defer_load:
                     argv[argv.index("-incoming") + 1] = "defer"
-                start_time = self._spawn(argv, fds, output.fileno())
+                start_time = self._spawn_qemu(argv, fds, output.fileno())
             yield start_time, address, state.fileno()
 
     def execute(self, command: str, arguments: dict[str, Any] | None = None) -> dict[str, Any]:
@@ -217,7 +219,7 @@ class RawMachine:
         finally:
             for each in attempts:
                 each.close()
-        raise RuntimeError(f"the guest did not answer within {_TIMEOUT_SECONDS:g} s: {self._log_tail()}")
+        raise RuntimeError(f"the guest did not answer within {_TIMEOUT_SECONDS:g} s: {self._read_log_tail()}")
 
     def stop(self) -> None:
         if self._monitor is not None:
@@ -231,7 +233,7 @@ class RawMachine:
             self._line.close()
             self._line = None
 
-    def _spawn(self, argv: list[str], pass_fds: list[int], output: int) -> float:
+    def _spawn_qemu(self, argv: list[str], pass_fds: list[int], output: int) -> float:
         """Start QEMU in the slot's network namespace. Returns the time just before the start."""
         start_time = 0.0
 
@@ -258,7 +260,7 @@ class RawMachine:
             raise RuntimeError(f"QEMU could not be started in {self.slot.path}")
         return start_time
 
-    def _log_tail(self) -> str:
+    def _read_log_tail(self) -> str:
         return self._log.read_text(errors="replace").strip()[-500:]
 
 

@@ -34,7 +34,7 @@ def describe_machine(accelerator: str, qemu: str) -> dict[str, Any]:
 
 
 def build_document(
-    results: list[Result], failed: list[str], *, machine: dict[str, Any], quick: bool, start_time: datetime
+    results: list[Result], failed_names: list[str], *, machine: dict[str, Any], quick: bool, start_time: datetime
 ) -> dict[str, Any]:
     """Return the results in the format that README.md describes under "JSON"."""
     return {
@@ -43,7 +43,7 @@ def build_document(
         "finished_at": datetime.now(UTC).isoformat(timespec="seconds"),
         "commit": _describe_commit(),
         "quick": quick,
-        "failed": failed,
+        "failed": failed_names,
         "machine": machine,
         "benches": {result.name: result.as_json() for result in results},
     }

@@ -82,12 +82,12 @@ class _ZfsStore:
 
     def write_snapshot(self, snapshot: Snapshot) -> None:
         snapshot.source_sandbox = snapshot.origin_sandbox = self._source.id
-        zfs_core.lzc_snapshot([self._name_of(snapshot)], encode(snapshot, 1))
+        zfs_core.lzc_snapshot([self._make_name(snapshot)], encode(snapshot, 1))
 
     def write_sandbox(self, sandbox: Sandbox, head: Snapshot) -> None:
-        self._clone(sandbox, self._name_of(head))
+        self._clone(sandbox, self._make_name(head))
 
-    def _name_of(self, snapshot: Snapshot) -> str:
+    def _make_name(self, snapshot: Snapshot) -> str:
         return f"{self._dataset}/{SANDBOXES}/{self._source.instance}@{snapshot.id}"
 
     def _clone(self, sandbox: Sandbox, origin: str) -> None:

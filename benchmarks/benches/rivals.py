@@ -166,7 +166,7 @@ class _Run:
                 if operation in _MACHINE_ONLY_OPERATIONS and not isinstance(rival, VirtualMachine):
                     continue
                 key = f"{rival.key}_{operation}"
-                floor = f"{rival.compared_with}_{operation}" if rival.compared_with else ""
+                floor = f"{rival.baseline_key}_{operation}" if rival.baseline_key else ""
                 samples = self._samples[key]
                 if operation == "written":
                     result.add_measure(key, f"{title}: {rival.title}", "bytes", samples=samples, floor=floor)

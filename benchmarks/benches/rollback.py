@@ -51,5 +51,5 @@ async def _follow_address(host: KvmXfs, ping: Ping, change_count: int) -> None:
         while change_count:
             event = await events.get()
             if event.type == "sandbox.replaced":
-                ping.switch_to(host.live.engine.agents.get_endpoint(event.data["sandboxID"])[0])
+                ping.change_address(host.live.engine.agents.get_endpoint(event.data["sandboxID"])[0])
                 change_count -= 1

@@ -108,7 +108,7 @@ def measure_sizes(
 
 
 class Store(Protocol):
-    """Where the records of a host are written."""
+    """The place to which the records of a host are written."""
 
     snapshot_fields: Mapping[str, Any]
     """The fields of snapshots that depend on the kind of host."""
@@ -304,17 +304,17 @@ def _measure_requests(gateway: Gateway, records: Records, rounds: int, samples: 
     }
     for _ in range(rounds):
         for key, (path, params) in targets.items():
-            response, elapsed = time_call(_request(gateway, "GET", path, params))
+            response, elapsed = time_call(_make_request(gateway, "GET", path, params))
             assert response.is_success, response.text
             samples[key].append(elapsed)
         # Each deletion gives the next snapshot of the chain a new parent.
         if unused_id := records.pop_unused_id():
-            response, elapsed = time_call(_request(gateway, "DELETE", f"/snapshots/{unused_id}", {}))
+            response, elapsed = time_call(_make_request(gateway, "DELETE", f"/snapshots/{unused_id}", {}))
             assert response.status_code == 204, response.text
             samples["delete"].append(elapsed)
 
 
-def _request(gateway: Gateway, method: str, path: str, params: dict[str, Any]) -> Callable[[], Any]:
+def _make_request(gateway: Gateway, method: str, path: str, params: dict[str, Any]) -> Callable[[], Any]:
     return lambda: gateway.client.request(method, path, params=params)
 
 

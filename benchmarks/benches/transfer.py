@@ -53,12 +53,12 @@ class Transfer:
 
 def _measure(host: KvmXfs, snapshot: Snapshot, directory: Path, samples: dict[str, list[float]]) -> None:
     compressed, exported, restored = directory / "zst", directory / "export", directory / "restored"
-    samples["data"].append(_drop_caches_and_count(host, snapshot))
+    samples["data"].append(_drop_caches_and_count_bytes(host, snapshot))
     samples["zstd"].append(_time_zstd(_list_image_paths(host, snapshot), compressed))
     samples["zstd_bytes"].append(compressed.stat().st_size)
-    _drop_caches_and_count(host, snapshot)
+    _drop_caches_and_count_bytes(host, snapshot)
     start = time.perf_counter()
-    host.live.do(_export(host, snapshot, exported), timeout=_TIMEOUT_SECONDS)
+    host.live.do(_export_snapshot(host, snapshot, exported), timeout=_TIMEOUT_SECONDS)
     samples["export"].append((time.perf_counter() - start) * 1000)
     samples["export_bytes"].append(exported.stat().st_size)
     start = time.perf_counter()
@@ -77,7 +77,7 @@ def _list_image_paths(host: KvmXfs, snapshot: Snapshot) -> list[Path]:
     return [directory / name for name in ("rootfs.img", "memory.img", "device.state")]
 
 
-def _drop_caches_and_count(host: KvmXfs, snapshot: Snapshot) -> int:
+def _drop_caches_and_count_bytes(host: KvmXfs, snapshot: Snapshot) -> int:
     """Drop the files from the page cache, so that both sides read them from the disk, and return their data's size."""
     size = 0
     for path in _list_image_paths(host, snapshot):
@@ -104,7 +104,7 @@ def _time_zstd(paths: list[Path], target: Path) -> float:
     return (time.perf_counter() - start_time) * 1000
 
 
-async def _export(host: KvmXfs, snapshot: Snapshot, target: Path) -> None:
+async def _export_snapshot(host: KvmXfs, snapshot: Snapshot, target: Path) -> None:
     export = await host.live.engine.transfers.export(snapshot.id)
     try:
         with target.open("wb", buffering=0) as file:

@@ -35,7 +35,7 @@ _PYTHON_VARIABLES = {"ansible_python_interpreter": sys.executable}
 class OurPlaybook:
     key = "our_play"
     title = "this collection's modules"
-    compared_with = ""
+    baseline_key = ""
 
     def __init__(self, gateway: Gateway, scratch: Path) -> None:
         self.not_offered: dict[str, str] = {}
@@ -86,7 +86,7 @@ class OurPlaybook:
 class HandWrittenPlaybook:
     key = "hand_play"
     title = "community.general.zfs and commands"
-    compared_with = "our_play"
+    baseline_key = "our_play"
 
     def __init__(self, dataset: str, root: Path, template: str, scratch: Path) -> None:
         self.not_offered: dict[str, str] = {}

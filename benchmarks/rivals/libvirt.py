@@ -77,7 +77,7 @@ class Libvirt:
     def get_tap_name(self, number: int) -> str:
         return f"rival{number:02}"
 
-    def virsh(self, *arguments: str) -> str:
+    def run_virsh(self, *arguments: str) -> str:
         """Run virsh and return its output. Raises RuntimeError with virsh's message if it fails."""
         socket_path = self.directory / "sock" / "libvirt-sock"
         argv = ["virsh", "--quiet", "--connect", f"qemu+unix:///system?socket={socket_path}", *arguments]
@@ -99,12 +99,12 @@ class Libvirt:
 
         wait_for_answer(GUEST_ADDRESS, open_socket)
 
-    def destroy_all(self) -> None:
+    def destroy_domains(self) -> None:
         """Stop and undefine all domains."""
-        for name in self.virsh("list", "--name").split():
-            self.virsh("destroy", name)
-        for name in self.virsh("list", "--all", "--name").split():
-            self.virsh("undefine", name, "--snapshots-metadata")
+        for name in self.run_virsh("list", "--name").split():
+            self.run_virsh("destroy", name)
+        for name in self.run_virsh("list", "--all", "--name").split():
+            self.run_virsh("undefine", name, "--snapshots-metadata")
 
     def _start_daemon(self) -> None:
         for name, target in _DIRECTORIES.items():
@@ -164,7 +164,7 @@ class Libvirt:
         deadline = time.monotonic() + 60
         while True:
             try:
-                self.virsh("version")
+                self.run_virsh("version")
                 return
             except RuntimeError as error:
                 if process.poll() is not None or time.monotonic() > deadline:
@@ -177,7 +177,7 @@ class Libvirt:
         if self._process is not None:
             try:
                 if self._process.poll() is None:
-                    self.destroy_all()
+                    self.destroy_domains()
             finally:
                 self._stop_daemon(self._process)
         shutil.rmtree(self.directory)

@@ -69,7 +69,7 @@ class Files:
 
     def create_qcow2(self, name: str) -> Path:
         """Convert the guest's disk to qcow2 and return its path."""
-        disk = self.path(name)
+        disk = self.get_path(name)
         _run("qemu-img", "convert", "-O", "qcow2", str(self.guest.template.disk), str(disk))
         return disk
 
@@ -80,8 +80,8 @@ class Files:
             _SOURCE_NAME,
             disk=disk,
             format=format,
-            kernel=self.path("kernel"),
-            initrd=self.path("initrd"),
+            kernel=self.get_path("kernel"),
+            initrd=self.get_path("initrd"),
             append=guest.append,
             machine=guest.platform.machine,
             accelerator=guest.platform.accelerator,
@@ -91,7 +91,7 @@ class Files:
             mac=GUEST_MAC,
             tap=tap,
         )
-        path = self.path("source.xml")
+        path = self.get_path("source.xml")
         path.write_text(xml)
         return path
 
@@ -130,9 +130,9 @@ class _Domain:
         self._files = files
         self._concurrency = concurrency
         self._forks: list[str] = []
-        self.virsh = libvirt.virsh
-        self.virsh("define", str(files.write_domain(disk, format, libvirt.get_tap_name(0))))
-        self.virsh("start", _SOURCE_NAME)
+        self.run_virsh = libvirt.run_virsh
+        self.run_virsh("define", str(files.write_domain(disk, format, libvirt.get_tap_name(0))))
+        self.run_virsh("start", _SOURCE_NAME)
         self.wait()
 
     def wait(self) -> None:
@@ -143,11 +143,11 @@ class _Domain:
 
         ``xml_disk`` is the path of the disk in the XML of the state file.
         """
-        source_uuid = self.virsh("domuuid", _SOURCE_NAME).strip()
+        source_uuid = self.run_virsh("domuuid", _SOURCE_NAME).strip()
 
         def fork(number: int) -> str:
             name = f"fork{number:02}"
-            fork_disk, fork_state_file = xml_disk.with_name(f"{name}.img"), self._files.path(f"{name}.save")
+            fork_disk, fork_state_file = xml_disk.with_name(f"{name}.img"), self._files.get_path(f"{name}.save")
             copy_file(disk, fork_disk)
             copy_file(state_file, fork_state_file)
             replacements = {
@@ -157,7 +157,7 @@ class _Domain:
                 f"'{self._libvirt.get_tap_name(0)}'": f"'{self._libvirt.get_tap_name(number)}'",
             }
             edit_saved_xml(fork_state_file, replacements)
-            self.virsh("restore", str(fork_state_file))
+            self.run_virsh("restore", str(fork_state_file))
             self._libvirt.wait_for_answer(number)
             return name
 
@@ -166,7 +166,7 @@ class _Domain:
 
     def remove_forks(self) -> None:
         for name in self._forks:
-            self.virsh("destroy", name)
+            self.run_virsh("destroy", name)
             for path in self._files.directory.glob(f"{name}.*"):
                 path.unlink()
         self._forks = []
@@ -177,31 +177,31 @@ class VirshSave:
 
     key = "virsh_save"
     title = "virsh save, restore"
-    compared_with = "ours"
+    baseline_key = "ours"
     address = GUEST_ADDRESS
 
     def __init__(self, libvirt: Libvirt, files: Files, concurrency: int) -> None:
         self.not_offered: dict[str, str] = {}
         self.prefix = libvirt.prefix
         self._disk, self._state_file, self._snapshot_disk = map(
-            files.path, ("source.img", "source.save", "snapshot.img")
+            files.get_path, ("source.img", "source.save", "snapshot.img")
         )
         copy_file(files.guest.template.disk, self._disk)
         self._domain = _Domain(libvirt, files, self._disk, "raw", concurrency)
 
     def snapshot(self) -> None:
-        self._domain.virsh("save", _SOURCE_NAME, str(self._state_file))
+        self._domain.run_virsh("save", _SOURCE_NAME, str(self._state_file))
         copy_file(self._disk, self._snapshot_disk)
-        self._domain.virsh("restore", str(self._state_file))
+        self._domain.run_virsh("restore", str(self._state_file))
         self._domain.wait()
 
     def fork(self, count: int) -> None:
         self._domain.fork(count, self._state_file, self._snapshot_disk, self._disk)
 
     def rollback(self) -> None:
-        self._domain.virsh("destroy", _SOURCE_NAME)
+        self._domain.run_virsh("destroy", _SOURCE_NAME)
         copy_file(self._snapshot_disk, self._disk)
-        self._domain.virsh("restore", str(self._state_file))
+        self._domain.run_virsh("restore", str(self._state_file))
         self._domain.wait()
 
     def count_written_bytes(self) -> float:
@@ -223,7 +223,7 @@ class VirshExternal:
 
     key = "virsh_external"
     title = "virsh snapshot, external memory"
-    compared_with = "ours"
+    baseline_key = "ours"
     address = GUEST_ADDRESS
 
     def __init__(self, libvirt: Libvirt, files: Files, concurrency: int) -> None:
@@ -231,7 +231,7 @@ class VirshExternal:
         self.prefix = libvirt.prefix
         self._files = files
         self._snapshot_number = 0
-        self._memory = files.path("memory.save")
+        self._memory = files.get_path("memory.save")
         self._disk = files.create_qcow2("000000.img")
         self._overlay = self._disk
         # Whether the source uses a copy of the snapshot's disk instead of an overlay, as after a rollback.
@@ -241,8 +241,8 @@ class VirshExternal:
     def snapshot(self) -> None:
         self._snapshot_number += 1
         self._has_copied_disk = False
-        self._disk, self._overlay = self._overlay, self._files.path(f"overlay-{self._snapshot_number}.img")
-        self._domain.virsh(
+        self._disk, self._overlay = self._overlay, self._files.get_path(f"overlay-{self._snapshot_number}.img")
+        self._domain.run_virsh(
             "snapshot-create-as", _SOURCE_NAME, "snapshot", "--live", "--atomic",
             "--memspec", f"file={self._memory},snapshot=external",
             "--diskspec", f"vda,snapshot=external,file={self._overlay}",
@@ -253,15 +253,15 @@ class VirshExternal:
         self._domain.fork(count, self._memory, self._disk, self._disk)
 
     def rollback(self) -> None:
-        self._domain.virsh("destroy", _SOURCE_NAME)
+        self._domain.run_virsh("destroy", _SOURCE_NAME)
         self._overlay.unlink()
-        self._overlay = self._files.path(f"{self._snapshot_number:06}.img")
+        self._overlay = self._files.get_path(f"{self._snapshot_number:06}.img")
         copy_file(self._disk, self._overlay)
         self._has_copied_disk = True
-        edited_xml_file = self._files.path("edited.xml")
-        saved_xml = self._domain.virsh("save-image-dumpxml", str(self._memory), "--security-info")
+        edited_xml_file = self._files.get_path("edited.xml")
+        saved_xml = self._domain.run_virsh("save-image-dumpxml", str(self._memory), "--security-info")
         edited_xml_file.write_text(saved_xml.replace(f"'{self._disk}'", f"'{self._overlay}'"))
-        self._domain.virsh("restore", str(self._memory), "--xml", str(edited_xml_file))
+        self._domain.run_virsh("restore", str(self._memory), "--xml", str(edited_xml_file))
         self._domain.wait()
 
     def count_written_bytes(self) -> float:
@@ -271,7 +271,7 @@ class VirshExternal:
         self._domain.remove_forks()
 
     def remove_snapshot(self) -> None:
-        self._domain.virsh("snapshot-delete", _SOURCE_NAME, "snapshot", "--metadata")
+        self._domain.run_virsh("snapshot-delete", _SOURCE_NAME, "snapshot", "--metadata")
         self._memory.unlink()
         if self._has_copied_disk:
             self._disk.unlink()
@@ -282,7 +282,7 @@ class VirshInternal:
 
     key = "virsh_internal"
     title = "virsh snapshot, internal"
-    compared_with = "ours"
+    baseline_key = "ours"
     address = GUEST_ADDRESS
 
     def __init__(self, libvirt: Libvirt, files: Files, concurrency: int) -> None:
@@ -292,18 +292,18 @@ class VirshInternal:
         self._domain = _Domain(libvirt, files, self._disk, "qcow2", concurrency)
 
     def snapshot(self) -> None:
-        self._domain.virsh("snapshot-create-as", _SOURCE_NAME, "snapshot")
+        self._domain.run_virsh("snapshot-create-as", _SOURCE_NAME, "snapshot")
         self._domain.wait()
 
     def rollback(self) -> None:
-        self._domain.virsh("snapshot-revert", _SOURCE_NAME, "snapshot")
+        self._domain.run_virsh("snapshot-revert", _SOURCE_NAME, "snapshot")
         self._domain.wait()
 
     def count_written_bytes(self) -> float:
         return _read_state_bytes(self._disk)
 
     def remove_snapshot(self) -> None:
-        self._domain.virsh("snapshot-delete", _SOURCE_NAME, "snapshot")
+        self._domain.run_virsh("snapshot-delete", _SOURCE_NAME, "snapshot")
 
 
 class Savevm:
@@ -311,7 +311,7 @@ class Savevm:
 
     key = "savevm"
     title = "QEMU savevm, loadvm"
-    compared_with = "ours"
+    baseline_key = "ours"
     address = GUEST_ADDRESS
 
     def __init__(self, libvirt: Libvirt, files: Files, concurrency: int) -> None:
@@ -321,7 +321,7 @@ class Savevm:
         os.chown(self._disk, libvirt.uid, libvirt.uid)
         guest = files.guest
         is_emulated = guest.platform.accelerator == "tcg"
-        socket_path = files.path("qmp.sock")
+        socket_path = files.get_path("qmp.sock")
         argv = [
             *libvirt.prefix, "qemu-system-x86_64",
             "-nodefaults", "-no-user-config", "-display", "none", "-vga", "none", "-no-reboot",
@@ -333,11 +333,11 @@ class Savevm:
             "-drive", f"if=virtio,file={self._disk},format=qcow2,cache=none",
             "-netdev", f"tap,id=net,ifname={libvirt.get_tap_name(0)},script=no,downscript=no",
             "-device", f"virtio-net-pci,netdev=net,mac={GUEST_MAC},romfile=",
-            "-kernel", str(files.path("kernel")), "-initrd", str(files.path("initrd")), "-append", guest.append,
+            "-kernel", str(files.get_path("kernel")), "-initrd", str(files.get_path("initrd")), "-append", guest.append,
             "-qmp", f"unix:{socket_path},server=on,wait=off",
             "-runas", f"{libvirt.uid}:{libvirt.uid}",
         ]  # fmt: skip
-        with files.path("qemu.log").open("wb") as log:
+        with files.get_path("qemu.log").open("wb") as log:
             self._process = subprocess.Popen(argv, stdin=subprocess.DEVNULL, stdout=log, stderr=log)
         try:
             self._monitor = self._connect(socket_path)
@@ -409,7 +409,7 @@ def rival_machine(
     finally:
         if isinstance(machine, Savevm):
             machine.stop()
-        libvirt.destroy_all()
+        libvirt.destroy_domains()
         shutil.rmtree(directory)
 
 

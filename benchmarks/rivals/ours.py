@@ -15,7 +15,7 @@ from tests.support.gateway import Gateway
 class OurMachine:
     key = "ours"
     title = "this software"
-    compared_with = ""
+    baseline_key = ""
     prefix: tuple[str, ...] = ()
 
     def __init__(self, gateway: Gateway) -> None:
@@ -24,7 +24,7 @@ class OurMachine:
         self._source = self._call("POST", "/sandboxes", {"templateID": TEMPLATE})["sandboxID"]
         self._forks: list[str] = []
         self._snapshot = ""
-        self.address = self._address_of(self._source)
+        self.address = self._find_address(self._source)
 
     def snapshot(self) -> None:
         self._snapshot = self._call("POST", f"/sandboxes/{self._source}/snapshots", {})["snapshotID"]
@@ -34,11 +34,11 @@ class OurMachine:
         response = self._call("POST", f"/snapshots/{self._snapshot}/fork", {"count": count})
         self._forks = [fork["sandboxID"] for fork in response["sandboxes"]]
         for fork in self._forks:
-            wait_for_answer(self._address_of(fork))
+            wait_for_answer(self._find_address(fork))
 
     def rollback(self) -> None:
         self._call("POST", f"/sandboxes/{self._source}/rollback", {"snapshotID": self._snapshot})
-        self.address = self._address_of(self._source)
+        self.address = self._find_address(self._source)
         wait_for_answer(self.address)
 
     def count_written_bytes(self) -> float:
@@ -54,7 +54,7 @@ class OurMachine:
         # After a rollback the source still uses the snapshot, so the gateway removes it with its last user.
         self._call("DELETE", f"/snapshots/{self._snapshot}", params={"when": "unused"})
 
-    def _address_of(self, sandbox: str) -> str:
+    def _find_address(self, sandbox: str) -> str:
         return str(self._call("GET", f"/sandboxes/{sandbox}")["address"])
 
 

@@ -16,7 +16,7 @@ class Rival(Protocol):
 
     key: str
     title: str
-    compared_with: str
+    baseline_key: str
     """The key of the rival that this one is compared with, or empty for our own."""
     not_offered: dict[str, str]
     """The operations that the rival does not support, each with the reason."""

@@ -189,11 +189,13 @@ class Awx:
             case ("GET", endpoint) if endpoint in MODULES_BY_ENDPOINT:
                 return 200, self._list_page(endpoint, query)
             case ("POST", endpoint) if endpoint in MODULES_BY_ENDPOINT:
-                return 201, self._render_item(endpoint, self._write(endpoint, None, body))
+                return 201, self._render_item(endpoint, self._write_item(endpoint, None, body))
             case ("GET", endpoint, item_id) if endpoint in MODULES_BY_ENDPOINT:
                 return 200, self._render_item(endpoint, self._find_item(endpoint, item_id))
             case ("PATCH", endpoint, item_id) if endpoint in MODULES_BY_ENDPOINT:
-                return 200, self._render_item(endpoint, self._write(endpoint, self._find_item(endpoint, item_id), body))
+                return 200, self._render_item(
+                    endpoint, self._write_item(endpoint, self._find_item(endpoint, item_id), body)
+                )
             case (_, "job_templates" | "workflow_job_templates" as endpoint, item_id, "survey_spec"):
                 return 200, self._handle_survey(method, self._find_item(endpoint, item_id)["id"], body)
             case (_, "job_templates", item_id, "credentials"):
@@ -201,13 +203,13 @@ class Awx:
             case (_, "workflow_job_template_nodes", item_id, "success_nodes"):
                 return self._handle_next_nodes(method, self._find_item(NODES, item_id), body)
             case ("POST", "workflow_job_template_nodes", item_id, "create_approval_template"):
-                approval = self._write(APPROVALS, None, body)
+                approval = self._write_item(APPROVALS, None, body)
                 self._find_item(NODES, item_id)["unified_job_template"] = approval["id"]
                 return 201, self._render_item(APPROVALS, approval)
             case ("GET", "workflow_approval_templates", item_id):
                 return 200, self._render_item(APPROVALS, self._find_item(APPROVALS, item_id))
             case ("PATCH", "workflow_approval_templates", item_id):
-                approval = self._write(APPROVALS, self._find_item(APPROVALS, item_id), body)
+                approval = self._write_item(APPROVALS, self._find_item(APPROVALS, item_id), body)
                 return 200, self._render_item(APPROVALS, approval)
         raise RefusedRequest(404, {"detail": "Not found."})
 
@@ -275,7 +277,7 @@ class Awx:
             fields["type"] = {"type": "str", "choices": [MODULES_BY_ENDPOINT[NODES]]}
         return {**fields, "managed": {"type": "bool"}} if endpoint == "credential_types" else fields
 
-    def _write(self, endpoint: str, old: dict[str, Any] | None, body: Any) -> dict[str, Any]:
+    def _write_item(self, endpoint: str, old_item: dict[str, Any] | None, body: Any) -> dict[str, Any]:
         fields = self.get_writable_fields(endpoint)
         if not isinstance(body, dict):
             raise RefusedRequest(400, {"detail": "JSON parse error"})
@@ -287,12 +289,12 @@ class Awx:
         defaults = {name: empty_values.get(each.get("type", "str"), "") for name, each in fields.items()}
         defaults |= dict.fromkeys(fields.keys() & (REFERENCE_FIELDS.keys() | NULLABLE_FIELDS))
         new_item = {
-            **(old or defaults),
+            **(old_item or defaults),
             **{name: defaults[name] if value is None else value for name, value in body.items()},
         }
-        if endpoint == "credentials" and old:
+        if endpoint == "credentials" and old_item:
             new_item["inputs"] = {
-                k: old["inputs"].get(k) if v == ENCRYPTED_PLACEHOLDER else v for k, v in new_item["inputs"].items()
+                k: old_item["inputs"].get(k) if v == ENCRYPTED_PLACEHOLDER else v for k, v in new_item["inputs"].items()
             }
         for name in REQUIRED_FIELDS[endpoint]:
             if new_item[name] in ("", None):
@@ -304,7 +306,7 @@ class Awx:
             # Approvals of different workflows can have the same name.
             unique_fields = ["id"]
         for item in self.tables[endpoint].values():
-            if item is not old and all(item.get(name) == new_item.get(name) for name in unique_fields):
+            if item is not old_item and all(item.get(name) == new_item.get(name) for name in unique_fields):
                 raise RefusedRequest(
                     400,
                     {"__all__": [f"{endpoint}: an object with these {', '.join(unique_fields)} already exists."]},

@@ -71,20 +71,20 @@ class PlanComparison:
         self._real_ids: dict[str, str] = {}
         self._planned_ids: dict[str, str] = {}
 
-    def check_result(self, planned: dict[str, Any], actual: dict[str, Any], where: str) -> None:
+    def check_result(self, planned: dict[str, Any], actual: dict[str, Any], location: str) -> None:
         """Check that a task had the predicted result, except for unknown values. Checks each item of a loop."""
         self._counts = self._result_counts
-        assert bool(planned.get("failed")) == bool(actual.get("failed")), (where, planned, actual)
+        assert bool(planned.get("failed")) == bool(actual.get("failed")), (location, planned, actual)
         for key in ("changed", "failure", "diff", "outcomes", *RESULT_LIST_KEYS):
-            assert (key in planned) == (key in actual), (where, key, planned, actual)
+            assert (key in planned) == (key in actual), (location, key, planned, actual)
             values = planned.get(key), actual.get(key)
             if key in RESULT_LIST_KEYS and "outcomes" not in planned and key in planned:
                 # A list of all objects, in the order of their creation, which differs for simultaneous forks.
                 values = _sort_by_name(planned[key], "name"), _sort_by_name(actual[key], "name")
-            self._check(*values, key, f"{where}: {key}")
+            self._check(*values, key, f"{location}: {key}")
         planned_items, actual_items = planned.get("results") or [], actual.get("results") or []
         for number, (planned_item, actual_item) in enumerate(zip(planned_items, actual_items, strict=True)):
-            self.check_result(planned_item, actual_item, f"{where}, item {number}")
+            self.check_result(planned_item, actual_item, f"{location}, item {number}")
 
     def check_state(self, read_planned: Callable[[], State], read_actual: Callable[[], State]) -> None:
         """Check that the gateway has the objects of the session, with the same properties and relations.
@@ -113,16 +113,16 @@ class PlanComparison:
                 name = planned_object.get("name") or planned_object.get("names")
                 self._check(planned_object, actual_object, kind, f"{kind}: {name}")
 
-    def _check(self, planned: Any, actual: Any, key: str, where: str) -> None:
-        context = (where, planned, actual)
+    def _check(self, planned: Any, actual: Any, key: str, location: str) -> None:
+        context = (location, planned, actual)
         normalized_key = key.replace("_", "").lower()
         if isinstance(planned, dict):
             assert isinstance(actual, dict), context
-            self._check_dict(planned, actual, where)
+            self._check_dict(planned, actual, location)
         elif isinstance(planned, list):
             assert isinstance(actual, list) and len(planned) == len(actual), context
             for number, (value, actual_value) in enumerate(zip(planned, actual, strict=True)):
-                self._check(value, actual_value, key, f"{where}[{number}]")
+                self._check(value, actual_value, key, f"{location}[{number}]")
         elif planned is None and actual is not None:
             assert normalized_key in UNKNOWN_KEYS, context
             self._counts.unknown[normalized_key] += 1
@@ -131,20 +131,20 @@ class PlanComparison:
         else:
             self._check_value(planned, actual, normalized_key, context)
 
-    def _check_dict(self, planned: dict[str, Any], actual: dict[str, Any], where: str) -> None:
+    def _check_dict(self, planned: dict[str, Any], actual: dict[str, Any], location: str) -> None:
         missing_keys = {key for key in actual if key not in planned and key.lower() in UNKNOWN_KEYS}
         actual_keys = [key for key in actual if key not in missing_keys]
-        assert len(planned) == len(actual_keys), (where, planned, actual)
+        assert len(planned) == len(actual_keys), (location, planned, actual)
         self._counts.unknown.update(key.lower() for key in missing_keys)
         for (key, value), actual_key in zip(planned.items(), actual_keys, strict=True):
-            self._check_key(key, actual_key, (where, planned, actual))
+            self._check_key(key, actual_key, (location, planned, actual))
             actual_value = actual[actual_key]
             if key == _DIVERGED_KEY and value != actual_value:
                 # Only the run can know whether a guest writes in the meantime.
-                assert value is None and planned.get("state", "running") == "running", (where, planned, actual)
+                assert value is None and planned.get("state", "running") == "running", (location, planned, actual)
                 self._counts.unknown[_DIVERGED_KEY] += 1
             else:
-                self._check(value, actual_value, key, f"{where}.{key}")
+                self._check(value, actual_value, key, f"{location}.{key}")
 
     def _check_key(self, planned: str, actual: str, context: Any) -> None:
         """Check that two keys are equal, or are the ids of the same object."""

@@ -27,7 +27,7 @@ PLAYS_VARIABLE = "GROVE_PLAYS"
 MAX_TASKS = 12
 MAX_PARTIAL_SHARE = 0.05
 """Bound for the share of plays that are not compared to the end. One of about a hundred plays is such a play."""
-_MAX_PARTIAL_OF_FEW = 2
+_MAX_PARTIAL_COUNT_IN_SHORT_RUNS = 2
 """The bound for short runs, in which a share would depend on chance."""
 PlayTask = tuple[str, dict[str, Any]]
 _BY_ID = "by_id"
@@ -178,7 +178,9 @@ class PlayChecks:
         """Check that most values were known, and that most plays were compared to the end."""
         self.results.check_unknown_share()
         self.states.check_unknown_share()
-        assert self.partial_count <= max(_MAX_PARTIAL_OF_FEW, MAX_PARTIAL_SHARE * self.play_count), str(self)
+        assert self.partial_count <= max(_MAX_PARTIAL_COUNT_IN_SHORT_RUNS, MAX_PARTIAL_SHARE * self.play_count), str(
+            self
+        )
 
     def check(
         self,

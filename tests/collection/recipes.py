@@ -76,10 +76,10 @@ def run_playbook(scratch: Path, *arguments: str, **variables: str) -> PlaybookRu
     return PlaybookRun(result.stdout + result.stderr, result.returncode != 0)
 
 
-def check_success(run: PlaybookRun, changed: int | None = None) -> str:
+def check_success(run: PlaybookRun, changed_count: int | None = None) -> str:
     assert not run.failed, run.output
-    if changed is not None:
-        assert run.changed_task_count == changed, run.output
+    if changed_count is not None:
+        assert run.changed_task_count == changed_count, run.output
     return run.output
 
 

@@ -120,8 +120,8 @@ def test_commands_return_exit_codes_and_output(gateway: MemoryGateway, web_id: s
 
 def test_commands_and_files_use_the_remote_user(gateway: MemoryGateway, web_id: str, tmp_path: Path) -> None:
     tmp_path.chmod(0o755)
-    for above in tmp_path.parents[:3]:
-        above.chmod(0o755)
+    for parent in tmp_path.parents[:3]:
+        parent.chmod(0o755)
     target_dir = tmp_path / "target"
     target_dir.mkdir(mode=0o777)
     target_dir.chmod(0o777)
@@ -160,10 +160,10 @@ def test_files_with_any_name_and_contents_are_transferred(gateway: MemoryGateway
         ]
     results = call_plugin(*method_calls, variables=make_connection_variables(gateway)["tcp"])["results"]
     for number, name in enumerate(FILE_NAMES):
-        results_of_name = results[number * 5 : number * 5 + 5]
-        assert all("value" in result for result in results_of_name), (name, results_of_name)
+        file_results = results[number * 5 : number * 5 + 5]
+        assert all("value" in result for result in file_results), (name, file_results)
         assert (tmp_path / f"back-{number}").read_bytes() == file_contents, name
-        assert check_success(results_of_name[3])[1].strip() == b"0", name
+        assert check_success(file_results[3])[1].strip() == b"0", name
         assert (tmp_path / f"back-{number}.2").read_bytes() == b"", name
 
 

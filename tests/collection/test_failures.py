@@ -21,7 +21,7 @@ def make_sandbox_task(**options: Any) -> Task:
     return {"grove.sandbox.sandbox": options}
 
 
-def check_failed(result: dict[str, Any], kind: str, *texts: str) -> None:
+def check_failure(result: dict[str, Any], kind: str, *texts: str) -> None:
     assert result["failed"], result
     assert result["failure"]["kind"] == kind, result
     assert result["failure"]["message"] == result["msg"]
@@ -37,15 +37,15 @@ def test_unusable_gateways_are_reported(tmp_path: Path, faulty_gateway: FaultyGa
         make_sandbox_task(name="box", template="base", gateway_url="ftp://127.0.0.1"),
         keywords=keywords,
     )
-    check_failed(missing_socket, "unreachable", "gateway.sock", "check that sandbox-gateway is running")
-    check_failed(closed_port, "unreachable", "http://127.0.0.1:9", "nothing listens")
-    check_failed(wrong_scheme, "invalid", "gateway_url", "unix:///path/to/gateway.sock")
+    check_failure(missing_socket, "unreachable", "gateway.sock", "check that sandbox-gateway is running")
+    check_failure(closed_port, "unreachable", "http://127.0.0.1:9", "nothing listens")
+    check_failure(wrong_scheme, "invalid", "gateway_url", "unix:///path/to/gateway.sock")
     faulty_gateway.token = SECRET_KEY
     refused_creation, refused_listing = Target(faulty_gateway.url, tmp_path, token="an-unknown-key").play(
         make_sandbox_task(name="box", template="base"), {"grove.sandbox.sandbox_info": {}}, keywords=keywords
     )
     for result in (refused_creation, refused_listing):
-        check_failed(result, "unauthorized", faulty_gateway.url, "gateway_token")
+        check_failure(result, "unauthorized", faulty_gateway.url, "gateway_token")
         assert result["failure"]["status"] == 401
     faulty_gateway.token, faulty_gateway.version = "", "0.0.9"
     predicted, actual = Target(faulty_gateway.url, tmp_path).play(
@@ -53,8 +53,8 @@ def test_unusable_gateways_are_reported(tmp_path: Path, faulty_gateway: FaultyGa
         make_sandbox_task(name="box", template="base"),
         keywords=keywords,
     )
-    check_failed(predicted, "too_old", "0.0.9", "0.1.0 or newer")
-    check_failed(actual, "too_old", "0.0.9", "0.1.0 or newer", "role grove.sandbox.gateway")
+    check_failure(predicted, "too_old", "0.0.9", "0.1.0 or newer")
+    check_failure(actual, "too_old", "0.0.9", "0.1.0 or newer", "role grove.sandbox.gateway")
     assert not actual["changed"] and not faulty_gateway.list_objects("sandboxes")
 
 
@@ -88,18 +88,18 @@ def test_invalid_options_are_refused(memory_target: Target, faulty_gateway: Faul
         make_sandbox_task(name="box", template=TEMPLATE, cpus="many"),
         keywords=keywords,
     )
-    check_failed(negative_count, "invalid", "count must be at least 0, not -1")
-    check_failed(long_name, "invalid", "1 to 64 letters")
+    check_failure(negative_count, "invalid", "count must be at least 0, not -1")
+    check_failure(long_name, "invalid", "1 to 64 letters")
     assert len(long_name["msg"]) < 300
-    check_failed(repeated_name, "invalid", "listed twice")
-    check_failed(negative_size, "invalid", "memory_mb")
-    check_failed(zero_timeout, "invalid", "timeout")
-    check_failed(two_sources, "invalid", "mutually exclusive")
-    check_failed(missing_source, "not_found", "'template' or 'snapshot'")
-    check_failed(
+    check_failure(repeated_name, "invalid", "listed twice")
+    check_failure(negative_size, "invalid", "memory_mb")
+    check_failure(zero_timeout, "invalid", "timeout")
+    check_failure(two_sources, "invalid", "mutually exclusive")
+    check_failure(missing_source, "not_found", "'template' or 'snapshot'")
+    check_failure(
         unknown_option, "invalid", "Unsupported parameters for (grove.sandbox.sandbox) module: colour", "cold_start"
     )
-    check_failed(wrong_type, "invalid", "cpus", "many")
+    check_failure(wrong_type, "invalid", "cpus", "many")
     assert not faulty_gateway.list_objects("sandboxes")
 
 
@@ -109,9 +109,9 @@ def test_unknown_sources_are_reported(memory_target: Target) -> None:
         make_sandbox_task(name="box", snapshot="none-such"),
         {"grove.sandbox.sandbox_rollback": {"sandbox": "none-such", "snapshot": TEMPLATE}},
     )
-    check_failed(template, "not_found", "template 'none-such' not found")
-    check_failed(snapshot, "not_found", "snapshot 'none-such' not found")
-    check_failed(sandbox_result, "not_found", "sandbox 'none-such' not found")
+    check_failure(template, "not_found", "template 'none-such' not found")
+    check_failure(snapshot, "not_found", "snapshot 'none-such' not found")
+    check_failure(sandbox_result, "not_found", "sandbox 'none-such' not found")
 
 
 def test_names_of_other_kinds_of_resources_are_refused(memory_target: Target, faulty_gateway: FaultyGateway) -> None:
@@ -120,7 +120,7 @@ def test_names_of_other_kinds_of_resources_are_refused(memory_target: Target, fa
         make_sandbox_task(name=TEMPLATE, template=TEMPLATE),
         {"grove.sandbox.sandbox_template": {"name": "other"}},
     )
-    check_failed(predicted, "name_taken", "taken by a template")
+    check_failure(predicted, "name_taken", "taken by a template")
     assert predicted["msg"] == actual["msg"]
     assert capture["changed"]
     assert not faulty_gateway.list_objects("sandboxes")
@@ -134,9 +134,9 @@ def test_a_failed_fork_removes_all_forks_unless_atomic_is_false(
         make_fork_task(count=5, name_prefix="ci"),
         make_fork_task(count=5, name_prefix="ci", atomic=False),
     )
-    check_failed(atomic_result, "backend_failed", "'ci-3' did not answer")
+    check_failure(atomic_result, "backend_failed", "'ci-3' did not answer")
     assert not atomic_result["changed"] and atomic_result["sandboxes"] == []
-    check_failed(partial_result, "backend_failed", "'ci-3' did not answer")
+    check_failure(partial_result, "backend_failed", "'ci-3' did not answer")
     assert partial_result["changed"] and [box["name"] for box in partial_result["sandboxes"]] == [
         "ci-1",
         "ci-2",
@@ -157,9 +157,9 @@ def test_one_refusal_stops_the_task_unless_continue_on_error_is_set(
     stopped, continued = memory_target.play(
         make_sandbox_task(**options), make_sandbox_task(**options, continue_on_error=True)
     )
-    check_failed(stopped, "conflict", "'b' has cpus 1, not 4")
+    check_failure(stopped, "conflict", "'b' has cpus 1, not 4")
     assert not stopped["changed"] and stopped["sandboxes"][0]["name"] == "b"
-    check_failed(continued, "conflict", "'b' has cpus 1, not 4")
+    check_failure(continued, "conflict", "'b' has cpus 1, not 4")
     assert continued["changed"] and [box["name"] for box in continued["sandboxes"]] == ["a", "b", "c"]
     assert [(each["name"], each["changed"], each["failed"]) for each in continued["outcomes"]] == [
         ("a", True, False),
@@ -181,7 +181,7 @@ def test_dead_forks_are_replaced_and_foreign_sandboxes_are_refused(
     assert dead_id not in [box["sandboxID"] for box in faulty_gateway.list_objects("sandboxes")]
     task = {"grove.sandbox.sandbox_fork": {"snapshot": "s", "names": ["ci-1", "x"]}}
     (refused_result,) = memory_target.play(task)
-    check_failed(refused_result, "conflict", "'ci-1' exists but is not a fork of snapshot 's'", "recreate: true")
+    check_failure(refused_result, "conflict", "'ci-1' exists but is not a fork of snapshot 's'", "recreate: true")
     assert not refused_result["changed"]
     task["grove.sandbox.sandbox_fork"]["recreate"] = True
     (replaced,) = memory_target.verify(task)
@@ -196,7 +196,7 @@ def test_a_failed_replacement_keeps_the_old_sandbox(memory_target: Target, fault
     (failed_result,) = memory_target.play(
         make_sandbox_task(name="box", template=TEMPLATE, memory_mb=512, cold_start=True, recreate=True)
     )
-    check_failed(failed_result, "backend_failed", "did not answer")
+    check_failure(failed_result, "backend_failed", "did not answer")
     assert [(box["sandboxID"], box["name"]) for box in faulty_gateway.list_objects("sandboxes")] == [
         (old_result["sandbox"]["id"], "box")
     ]
@@ -231,7 +231,7 @@ def test_a_snapshot_removed_after_planning_is_reported(
     sandboxes_after = faulty_gateway.list_objects("sandboxes")
     for each in (*sandboxes_before, *sandboxes_after):
         del each["generation"]  # a sandbox that could not be replaced was renamed, and got its name back
-    check_failed(
+    check_failure(
         result, "not_found", "snapshot 's' existed when this task began", "create it again, or use another snapshot"
     )
     # When a snapshot is deleted, its parent becomes the head.
@@ -244,7 +244,7 @@ def test_a_sandbox_removed_after_planning_is_reported(memory_target: Target, fau
     create_box(faulty_gateway, snapshot=False)
     faulty_gateway.vanishing_ids = {box["sandboxID"] for box in faulty_gateway.list_objects("sandboxes")}
     (result,) = memory_target.play({"grove.sandbox.sandbox_snapshot": {"name": "s", "sandbox": "box"}})
-    check_failed(result, "not_found", "sandbox 'box' existed when this task began")
+    check_failure(result, "not_found", "sandbox 'box' existed when this task began")
     assert not result["changed"]
     assert faulty_gateway.list_names("snapshots") == [] and faulty_gateway.list_names("templates") == [TEMPLATE]
 
@@ -255,7 +255,7 @@ def test_the_backup_is_removed_after_a_failed_rollback(memory_target: Target, fa
     faulty_gateway.write_file("box")
     faulty_gateway.failing_names = {"box"}
     (broken,) = memory_target.play(task)
-    check_failed(broken, "backend_failed", "did not answer")
+    check_failure(broken, "backend_failed", "did not answer")
     assert not broken["changed"] and broken["backups"] == []
     faulty_gateway.failing_names = set()
     (retried_result,) = memory_target.verify(task)
@@ -265,11 +265,11 @@ def test_the_backup_is_removed_after_a_failed_rollback(memory_target: Target, fa
 def test_a_failed_build_shows_the_end_of_its_log(memory_target: Target, faulty_gateway: FaultyGateway) -> None:
     task = {"grove.sandbox.sandbox_template": {"name": "broken", "setup": ["fail"]}}
     (broken,) = memory_target.play(task)
-    check_failed(broken, "backend_failed", "the build of template 'broken' failed", "set-up command", "exit code 1")
+    check_failure(broken, "backend_failed", "the build of template 'broken' failed", "set-up command", "exit code 1")
     assert "making a file system" in broken["msg"] and "ran fail" in broken["msg"]
     faulty_gateway.holds_builds = True
     (slow,) = memory_target.play({"grove.sandbox.sandbox_template": {"name": "slow", "wait_timeout": 1}})
-    check_failed(slow, "timeout", "still being built after 1 s")
+    check_failure(slow, "timeout", "still being built after 1 s")
 
 
 def test_requests_to_a_busy_gateway_are_retried(memory_target: Target, faulty_gateway: FaultyGateway) -> None:
@@ -278,7 +278,7 @@ def test_requests_to_a_busy_gateway_are_retried(memory_target: Target, faulty_ga
     assert created["changed"], created
     faulty_gateway.requests_to_refuse = 1000
     (busy,) = memory_target.play(make_sandbox_task(name="other", template=TEMPLATE, gateway_timeout=1))
-    check_failed(busy, "busy")
+    check_failure(busy, "busy")
 
 
 def test_secrets_are_not_shown(tmp_path: Path, faulty_gateway: FaultyGateway, keywords: Any) -> None:

@@ -59,7 +59,7 @@ def test_info_modules_return_the_same_fields_as_the_other_modules(target: Target
 
 
 def test_filters_select_resources(memory_target: Target, faulty_gateway: FaultyGateway) -> None:
-    def names_of(result: dict[str, Any], key: str = "sandboxes") -> list[str]:
+    def list_names(result: dict[str, Any], key: str = "sandboxes") -> list[str]:
         return [each["name"] for each in result[key]]
 
     memory_target.play(
@@ -84,12 +84,12 @@ def test_filters_select_resources(memory_target: Target, faulty_gateway: FaultyG
             make_info_task("sandbox", state=["asleep"]),
         )
     )
-    assert names_of(all_sandboxes) == names_of(paused_and_running) == ["a", "b", "c", "d", "e", "f"]
-    assert names_of(paused) == names_of(web) == ["e"]
-    assert names_of(forks) == ["f"]
-    assert names_of(named) == ["a", "d"]
-    assert names_of(empty_list) == names_of(later) == []
-    assert names_of(snapshots_of_a, "snapshots") == ["s1"]
+    assert list_names(all_sandboxes) == list_names(paused_and_running) == ["a", "b", "c", "d", "e", "f"]
+    assert list_names(paused) == list_names(web) == ["e"]
+    assert list_names(forks) == ["f"]
+    assert list_names(named) == ["a", "d"]
+    assert list_names(empty_list) == list_names(later) == []
+    assert list_names(snapshots_of_a, "snapshots") == ["s1"]
     assert invalid["failed"] and invalid["failure"]["kind"] == "invalid"
     assert {method for method, _ in faulty_gateway.calls[-12:]} == {"GET"}
 

@@ -140,22 +140,24 @@ def test_the_lookup_knows_the_failures_of_earlier_plays(
 ) -> None:
     """Each host of the first plays ends differently. The last play publishes the plan, and runs on another host."""
 
-    def run_only_on(host: str, task: Task) -> Task:
+    def restrict_to_host(host: str, task: Task) -> Task:
         return {**task, "when": f"inventory_hostname == '{host}'"}
 
     outcome_tasks = [
-        run_only_on("failed", FAILING_TASK),
-        run_only_on("ignored", {**FAILING_TASK, "ignore_errors": True}),
-        {"block": [run_only_on("rescued", FAILING_TASK)], "rescue": [TASK_WITHOUT_RESULT]},
-        {"block": [run_only_on("failed_in_rescue", FAILING_TASK)], "rescue": [FAILING_TASK]},
-        run_only_on("unreachable", UNREACHABLE_TASK),
-        run_only_on("ignored", {**UNREACHABLE_TASK, "ignore_unreachable": True}),
-        run_only_on("ended", {"ansible.builtin.meta": "end_host"}),
-        run_only_on("missing", {"ansible.builtin.include_tasks": "missing.yml"}),
+        restrict_to_host("failed", FAILING_TASK),
+        restrict_to_host("ignored", {**FAILING_TASK, "ignore_errors": True}),
+        {"block": [restrict_to_host("rescued", FAILING_TASK)], "rescue": [TASK_WITHOUT_RESULT]},
+        {"block": [restrict_to_host("failed_in_rescue", FAILING_TASK)], "rescue": [FAILING_TASK]},
+        restrict_to_host("unreachable", UNREACHABLE_TASK),
+        restrict_to_host("ignored", {**UNREACHABLE_TASK, "ignore_unreachable": True}),
+        restrict_to_host("ended", {"ansible.builtin.meta": "end_host"}),
+        restrict_to_host("missing", {"ansible.builtin.include_tasks": "missing.yml"}),
     ]
     hosts = ("failed", "ignored", "rescued", "failed_in_rescue", "unreachable", "ended", "missing", "handled", "last")
     handlers = {
-        "tasks": [run_only_on("handled", {"ansible.builtin.command": "true", "check_mode": False, "notify": "fail"})],
+        "tasks": [
+            restrict_to_host("handled", {"ansible.builtin.command": "true", "check_mode": False, "notify": "fail"})
+        ],
         "handlers": [{"name": "fail", **FAILING_TASK}],
     }
     published_path, saved_path = tmp_path / "published.json", tmp_path / "saved.json"

@@ -47,7 +47,7 @@ def gateway(_gateway: MemoryGateway) -> Iterator[MemoryGateway]:
 
 
 @pytest.fixture
-def opened_sessions(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+def session_owners(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The owners of all plan sessions that were opened or found."""
     owners: list[str] = []
     original_open = PlanSessions.open
@@ -78,7 +78,7 @@ class Run:
         self.output = output
         self.results = {(each["task"], each["host"]): Result(each["status"], each["result"]) for each in records}
 
-    def results_of(self, host: str) -> dict[str, Result]:
+    def get_results(self, host: str) -> dict[str, Result]:
         return {task: result for (task, each), result in self.results.items() if each == host}
 
     def read_recap(self, host: str) -> dict[str, int]:
@@ -185,7 +185,7 @@ def test_tasks_on_a_predicted_host_are_skipped(
         {"hosts": "guest", "strategy": strategy, "gather_facts": True, "tasks": tasks, **keywords},
     ]
     run = run_playbook(tmp_path, *plays, core=core)
-    results = run.results_of("guest")
+    results = run.get_results("guest")
     assert set(results) == {"Gathering Facts", *(task["name"] for task in tasks)}, run.output
     assert {result.status for result in results.values()} == {"skipped"}, run.output
     recap = run.read_recap("guest")
@@ -238,11 +238,11 @@ def test_a_real_host_alongside_a_predicted_one_is_reached(core: str, gateway: Me
         core=core,
     )
     for host in ("late", "real", "updated"):
-        results = run.results_of(host)
+        results = run.get_results(host)
         assert results["ping"].data["ping"] == "pong" and results["command"].data["rc"] == 0, run.output
         assert results["fact"].message == "Linux"
         assert run.read_recap(host)["skipped"] == 0
-    predicted = run.results_of("predicted")
+    predicted = run.get_results("predicted")
     assert [predicted[task].status for task in ("ping", "command", "local", "fact")] == [
         *("skipped", "skipped"),
         *("ok", "ok"),
@@ -250,7 +250,7 @@ def test_a_real_host_alongside_a_predicted_one_is_reached(core: str, gateway: Me
     assert predicted["fact"].message == "unknown"
     assert run.read_recap("predicted")["failed"] == run.read_recap("predicted")["unreachable"] == 0
     assert run.read_recap("predicted")["skipped"] == 4
-    local = run.results_of("localhost")
+    local = run.get_results("localhost")
     assert local["delegated"].status == "skipped" and SKIPPED in local["delegated"].message
     assert local["delegated to real"].status == "ok"
 
@@ -312,7 +312,7 @@ def test_changes_to_real_sandboxes_are_respected(gateway: MemoryGateway, tmp_pat
     }
     run = run_playbook(tmp_path, make_planning_play(gateway, *changes, *hosts), guest_play)
     for name, (_, message) in CHANGES.items():
-        results = run.results_of(name)
+        results = run.get_results(name)
         expected_status = "skipped" if SKIPPED in message else "unreachable"
         for task in ("planned", "always in check mode"):
             assert results[task].status == expected_status, (name, run.output)
@@ -350,7 +350,7 @@ def test_a_check_run_resumes_no_sandbox(core: str, has_plan: bool, gateway: Memo
         {"hosts": ["stopped", "missing"], "gather_facts": False, "tasks": [ping]},
         core=core,
     )
-    results = run.results_of("asleep")
+    results = run.get_results("asleep")
     assert set(results) == {"Gathering Facts", *(task["name"] for task in tasks)}, run.output
     assert {result.status for result in results.values()} == {"skipped"}, run.output
     message = f"sandbox asleep is paused, and this task would resume it: {SKIPPED}"
@@ -358,7 +358,7 @@ def test_a_check_run_resumes_no_sandbox(core: str, has_plan: bool, gateway: Memo
         assert result.status == "skipped" and result.message == message, run.output
     assert not list((tmp_path / "target").iterdir())
     for host, reason in (("stopped", "is paused: resume it first"), ("missing", "not found")):
-        (result,) = run.results_of(host).values()
+        (result,) = run.get_results(host).values()
         assert result.status == "unreachable" and reason in result.message, run.output
     assert ("plan session" in run.results["stopped ping", "missing"].message) is has_plan
     with gateway.client() as client:
@@ -392,7 +392,7 @@ def test_a_check_run_does_not_resume_a_sandbox_that_is_paused_in_the_meantime(
         assert client.get("/sandboxes/asleep").json()["state"] == "paused"
 
 
-def test_a_real_run_uses_no_plan(gateway: MemoryGateway, tmp_path: Path, opened_sessions: list[str]) -> None:
+def test_a_real_run_uses_no_plan(gateway: MemoryGateway, tmp_path: Path, session_owners: list[str]) -> None:
     guest_tasks = [
         {"name": "ping", "ansible.builtin.ping": {}},
         {"name": "predicted ping", "ansible.builtin.ping": {}, "check_mode": True},
@@ -405,12 +405,12 @@ def test_a_real_run_uses_no_plan(gateway: MemoryGateway, tmp_path: Path, opened_
         {"hosts": "guest", "gather_facts": False, "tasks": guest_tasks},
         options=(),
     )
-    assert {result.status for result in run.results_of("guest").values()} == {"ok"}, run.output
-    assert len(run.results_of("guest")) == 3 and not opened_sessions
+    assert {result.status for result in run.get_results("guest").values()} == {"ok"}, run.output
+    assert len(run.get_results("guest")) == 3 and not session_owners
 
 
 def test_a_connection_with_a_different_key_is_unreachable(
-    gateway: MemoryGateway, tmp_path: Path, opened_sessions: list[str]
+    gateway: MemoryGateway, tmp_path: Path, session_owners: list[str]
 ) -> None:
     create_sandbox(gateway, "real")
     create_sandbox(gateway, "gone")
@@ -428,10 +428,10 @@ def test_a_connection_with_a_different_key_is_unreachable(
         {"hosts": ["predicted", "named", "real"], "gather_facts": False, "tasks": [{"ansible.builtin.ping": {}}]},
     )
     for host in ("predicted", "named"):
-        (result,) = run.results_of(host).values()
+        (result,) = run.get_results(host).values()
         assert result.status == "unreachable" and "use the same gateway and the same key" in result.message, run.output
-    (result,) = run.results_of("real").values()
-    assert result.status == "ok" and set(opened_sessions) == {"root", "runner"}
+    (result,) = run.get_results("real").values()
+    assert result.status == "ok" and set(session_owners) == {"root", "runner"}
 
 
 def refuse_route(owner: str) -> None:
@@ -458,18 +458,18 @@ def test_without_a_session_real_hosts_are_reached(
     host = make_add_host_task(gateway, "real", "real", EXEC_KEY, ansible_python_interpreter=sys.executable)
     play = {"hosts": "real", "gather_facts": False, "tasks": [{"ansible.builtin.ping": {}}]}
     run = run_playbook(tmp_path, make_planning_play(gateway, *CREATE_TASKS, host), play)
-    (result,) = run.results_of("real").values()
+    (result,) = run.get_results("real").values()
     assert result.status == "ok", run.output
 
 
 def test_a_check_run_without_planned_changes_opens_no_session(
-    gateway: MemoryGateway, tmp_path: Path, opened_sessions: list[str]
+    gateway: MemoryGateway, tmp_path: Path, session_owners: list[str]
 ) -> None:
     create_sandbox(gateway, "real")
     inventory = write_inventory(gateway, tmp_path)
     ping = {"hosts": "real", "gather_facts": False, "tasks": [{"ansible.builtin.ping": {}}]}
     run = run_playbook(tmp_path, ping, {**ping, "pre_tasks": [{"meta": "refresh_inventory"}]}, hosts=str(inventory))
-    assert run.read_recap("real")["ok"] == 2 and not opened_sessions, run.output
+    assert run.read_recap("real")["ok"] == 2 and not session_owners, run.output
 
 
 def write_inventory(gateway: MemoryGateway, directory: Path, token: str = ADMIN_KEY) -> Path:
@@ -489,7 +489,7 @@ def write_inventory(gateway: MemoryGateway, directory: Path, token: str = ADMIN_
 
 @each_release
 def test_a_refreshed_inventory_shows_the_plan(
-    core: str, gateway: MemoryGateway, tmp_path: Path, opened_sessions: list[str]
+    core: str, gateway: MemoryGateway, tmp_path: Path, session_owners: list[str]
 ) -> None:
     create_sandbox(gateway, "real")
     create_sandbox(gateway, "gone")
@@ -519,9 +519,9 @@ def test_a_refreshed_inventory_shows_the_plan(
     assert run.results["ping", "real"].status == "ok"
     cached_text = "".join(file.read_text() for file in (tmp_path / "cache").iterdir())
     assert "gone" in cached_text and "known-after-apply" not in cached_text and '"try"' not in cached_text
-    session_count = len(opened_sessions)
+    session_count = len(session_owners)
     process = ansible_core_versions.run_command(core, "inventory", "-i", inventory, "--list", cwd=tmp_path)
     assert set(json.loads(process.stdout)["_meta"]["hostvars"]) == {"real", "gone"}
-    assert len(opened_sessions) == session_count > 0
+    assert len(session_owners) == session_count > 0
     run = run_playbook(tmp_path, *plays, core=core, hosts=str(inventory), options=())
     assert run.results["ping", "try"].status == "ok" and ("show", "gone") not in run.results, run.output

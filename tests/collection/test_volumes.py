@@ -33,7 +33,7 @@ def list_actions(result: Result) -> list[list[str]]:
     return [outcome["actions"] for outcome in result["outcomes"]]
 
 
-def check_failed(result: Result, kind: str, *texts: str) -> None:
+def check_failure(result: Result, kind: str, *texts: str) -> None:
     assert result["failed"], result
     assert result["failure"]["kind"] == kind, result
     for text in texts:
@@ -149,7 +149,7 @@ def test_forks_inherit_share_or_clone_volumes(target: Target) -> None:
     (refused,) = target.play(
         make_fork_task(snapshot=golden, count=2, name_prefix=prefix, volumes=[make_mount("/x/y", data, clone=True)])
     )
-    check_failed(refused, "conflict", "no private clone of volume", "recreate: true")
+    check_failure(refused, "conflict", "no private clone of volume", "recreate: true")
     target.verify(
         make_fork_task(
             snapshot=golden, count=2, name_prefix=prefix, volumes=[make_mount("/x/y", data, clone=True)], recreate=True
@@ -177,7 +177,7 @@ def test_rollback_always_runs_but_is_refused_while_the_volume_has_writers(target
     )
     rollback_task = make_volume_task(name=data, rollback_to="clean")
     predicted, refused = target.play({**rollback_task, "check_mode": True}, rollback_task)
-    check_failed(refused, "in_use", f"mounted read-write in {box}", "force: true")
+    check_failure(refused, "in_use", f"mounted read-write in {box}", "force: true")
     assert predicted["msg"] == refused["msg"]
     forced_rollback_task = make_volume_task(name=data, rollback_to="clean", force=True, snapshots=["before"])
     predicted, actual, repeated = target.play(
@@ -188,7 +188,7 @@ def test_rollback_always_runs_but_is_refused_while_the_volume_has_writers(target
     (detached,) = target.play(make_volume_task(name=data, attachments=[], rollback_to="before"))
     assert list_actions(detached) == [["detach", "rollback"]], detached
     (unknown,) = target.play(make_volume_task(name=data, rollback_to="never"))
-    check_failed(unknown, "not_found", "snapshot 'never'")
+    check_failure(unknown, "not_found", "snapshot 'never'")
 
 
 def test_removing_a_volume_in_use_lists_its_users(target: Target) -> None:
@@ -200,11 +200,11 @@ def test_removing_a_volume_in_use_lists_its_users(target: Target) -> None:
     )
     removal_task = make_volume_task(name=data, state="absent")
     predicted, refused = target.play({**removal_task, "check_mode": True}, removal_task)
-    check_failed(refused, "in_use", box, "monday", captured["snapshot"]["id"], "attachments: []", "purge: true")
+    check_failure(refused, "in_use", box, "monday", captured["snapshot"]["id"], "attachments: []", "purge: true")
     assert predicted["msg"] == refused["msg"]
     forced_removal_task = make_volume_task(name=data, state="absent", attachments=[], purge=True)
     (refused,) = target.play(forced_removal_task)
-    check_failed(refused, "in_use", captured["snapshot"]["id"], "must be removed first")
+    check_failure(refused, "in_use", captured["snapshot"]["id"], "must be removed first")
     target.verify(make_snapshot_task(name=golden, state="absent"), forced_removal_task)
 
 
@@ -267,7 +267,7 @@ def test_invalid_volume_options_are_refused(target: Target) -> None:
         *({**task, "check_mode": check_mode} for task, _, _ in refused_tasks for check_mode in (True, False))
     )
     for (_, kind, texts), predicted, actual in zip(refused_tasks, results[::2], results[1::2], strict=True):
-        check_failed(actual, kind, texts)
+        check_failure(actual, kind, texts)
         assert predicted["msg"] == actual["msg"] and not actual["changed"]
 
 
@@ -281,7 +281,7 @@ def test_volumes_are_attached_only_to_running_sandboxes(target: Target) -> None:
         make_sandbox_task(name=box, volumes=[make_mount("/srv/data", data)]),
     ):
         (refused,) = target.play(task)
-        check_failed(refused, "conflict", "is paused", "state: running")
+        check_failure(refused, "conflict", "is paused", "state: running")
     (resumed,) = target.verify(make_sandbox_task(name=box, state="running", volumes=[make_mount("/srv/data", data)]))
     assert list_actions(resumed) == [["resume", "attach"]]
 
@@ -292,9 +292,9 @@ def test_continue_on_error_changes_the_other_volumes(target: Target) -> None:
     stopped, continued = target.play(
         make_volume_task(name=names, size_mb=64), make_volume_task(name=names, size_mb=64, continue_on_error=True)
     )
-    check_failed(stopped, "conflict", "cannot shrink")
+    check_failure(stopped, "conflict", "cannot shrink")
     assert not stopped["changed"] and [each["name"] for each in stopped["volumes"]] == [names[1]]
-    check_failed(continued, "conflict", "cannot shrink")
+    check_failure(continued, "conflict", "cannot shrink")
     assert [each["name"] for each in continued["volumes"]] == names
     assert [outcome["failed"] for outcome in continued["outcomes"]] == [False, True, False]
 
@@ -308,7 +308,7 @@ def test_a_fork_with_a_missing_inherited_volume_fails(memory_target: Target, fau
     )
     assert not faulty_gateway.list_objects("volumes")
     (refused,) = memory_target.play(make_fork_task(snapshot="golden", names=["x"]))
-    check_failed(refused, "conflict", "no longer exist", "[] for none")
+    check_failure(refused, "conflict", "no longer exist", "[] for none")
     assert refused["failure"]["status"] is None
     (created,) = memory_target.verify(make_fork_task(snapshot="golden", names=["x"], volumes=[]))
     assert created["sandbox"]["volumes"] == []

@@ -1,4 +1,4 @@
-"""Test that the error of a failed boot contains the end of the console, which is kept after QEMU exits."""
+"""Test that the error of a failed boot contains the last console output, which is kept after QEMU exits."""
 
 from __future__ import annotations
 

@@ -92,11 +92,11 @@ def prepare_sandboxes(runner: EngineRunner) -> None:
     runner.do(runner.engine.sandboxes.pause("sleeper"))
 
 
-def check_lineage(runner: EngineRunner, when: str) -> None:
+def check_lineage(runner: EngineRunner, moment: str) -> None:
     """Check that every parent of a snapshot or sandbox exists."""
     snapshots, sandboxes = runner.engine.index.snapshots, runner.engine.index.sandboxes
     parent_ids = {each.parent for each in snapshots.values() if each.parent}
-    assert parent_ids | {each.head for each in sandboxes.values()} <= snapshots.keys(), when
+    assert parent_ids | {each.head for each in sandboxes.values()} <= snapshots.keys(), moment
 
 
 def choose_steps(step_count: int, qmp_steps: list[int]) -> list[int]:
@@ -111,8 +111,8 @@ def choose_steps(step_count: int, qmp_steps: list[int]) -> list[int]:
     return sorted(chosen_steps)
 
 
-CheckState = Callable[[EngineRunner, World, str], None]
-RestoreState = Callable[[EngineRunner], None]
+StateChecker = Callable[[EngineRunner, World, str], None]
+StateRestorer = Callable[[EngineRunner], None]
 
 
 @pytest.mark.parametrize("operation", OPERATIONS)
@@ -124,7 +124,9 @@ def test_a_killed_operation_leaves_no_partial_object(
     kill_at_each_step(operation, sandbox_scenario, tmp_path / "output", check_sandboxes, restore_sandboxes)
 
 
-def kill_at_each_step(operation: str, scenario: Scenario, path: Path, check: CheckState, restore: RestoreState) -> None:
+def kill_at_each_step(
+    operation: str, scenario: Scenario, path: Path, check: StateChecker, restore: StateRestorer
+) -> None:
     with scenario.prepared():
         step_count, qmp_steps = run_uninterrupted(operation, scenario, path, restore)
         assert step_count > 0, "no steps were counted, so the operation would never be killed"
@@ -143,7 +145,7 @@ def kill_at_each_step(operation: str, scenario: Scenario, path: Path, check: Che
         assert kill_count > 0, f"{operation} was never killed: it ended before each of the steps {list(kill_steps)}"
 
 
-def run_uninterrupted(operation: str, scenario: Scenario, path: Path, restore: RestoreState) -> tuple[int, list[int]]:
+def run_uninterrupted(operation: str, scenario: Scenario, path: Path, restore: StateRestorer) -> tuple[int, list[int]]:
     """Run the operation without killing it, and restore the state.
 
     Return the number of steps, and the numbers of the steps that are QMP commands.
@@ -156,25 +158,25 @@ def run_uninterrupted(operation: str, scenario: Scenario, path: Path, restore: R
     return result["steps"], result["qmp"]
 
 
-def check_sandboxes(runner: EngineRunner, world: World, when: str) -> None:
+def check_sandboxes(runner: EngineRunner, world: World, moment: str) -> None:
     """Check that everything that must remain exists, that new objects are complete, and that nothing else exists."""
     runner.stop_prewarming()
     sandboxes = {sandbox.name: sandbox for sandbox in runner.engine.sandboxes.list()}
-    assert {"source", "sleeper"} <= sandboxes.keys(), when
+    assert {"source", "sleeper"} <= sandboxes.keys(), moment
     snapshot_names = {name for snapshot in runner.engine.snapshots.list() for name in snapshot.names}
-    assert "mark" in snapshot_names, when
+    assert "mark" in snapshot_names, moment
     for sandbox in sandboxes.values():
         if sandbox.state is SandboxState.RUNNING:
-            assert runner.shell(sandbox.id, "hostname").strip() == sandbox.name, when
+            assert runner.shell(sandbox.id, "hostname").strip() == sandbox.name, moment
     if sandboxes["source"].state is SandboxState.PAUSED:
         runner.do(runner.engine.sandboxes.resume("source"))
-    assert runner.shell("source", "cat /root/kept").strip() == "kept", when
+    assert runner.shell("source", "cat /root/kept").strip() == "kept", moment
     if "new" in snapshot_names:
         fork = runner.do(runner.engine.forks.create("new", ForkSpec()))
-        assert runner.shell(fork.id, "cat /root/kept").strip() == "kept", when
+        assert runner.shell(fork.id, "cat /root/kept").strip() == "kept", moment
         runner.do(runner.engine.sandboxes.delete(fork.id))
-    check_lineage(runner, when)
-    runner.wait_for(world.check_no_strays, runner.engine, runner.config, when)
+    check_lineage(runner, moment)
+    runner.wait_for(world.check_no_strays, runner.engine, runner.config, moment)
 
 
 def restore_sandboxes(runner: EngineRunner) -> None:
@@ -240,15 +242,15 @@ def test_a_killed_volume_operation_leaves_no_partial_object(
     kill_at_each_step(operation, volume_scenario, tmp_path / "output", check_volumes, restore_volumes)
 
 
-def check_volumes(runner: EngineRunner, world: World, when: str) -> None:
+def check_volumes(runner: EngineRunner, world: World, moment: str) -> None:
     """Check that the mounts match the records, and that each volume and snapshot is complete or does not exist."""
     engine = runner.engine
     volumes = {each.name: each for each in engine.volumes.list()}
     volumes_by_id = {each.id: each for each in volumes.values()}
-    assert {*MOUNTED_VOLUME_NAMES, "idle"} <= volumes.keys(), when
-    assert runner.get_sandbox("source").state is SandboxState.RUNNING, when
+    assert {*MOUNTED_VOLUME_NAMES, "idle"} <= volumes.keys(), moment
+    assert runner.get_sandbox("source").state is SandboxState.RUNNING, moment
     mount_paths = {volumes_by_id[mount.volume].name: mount.path for mount in runner.get_sandbox("source").mounts}
-    assert mount_paths.get("one") == "/one" and mount_paths.keys() <= {"one", "two", "idle"}, when
+    assert mount_paths.get("one") == "/one" and mount_paths.keys() <= {"one", "two", "idle"}, moment
     expected_contents = {name: {"idle": ("before", "after")}.get(name, (name,)) for name in mount_paths}
     names = ("one", "two", "idle")
     command = f"for name in {' '.join(names)}; do echo $name:$(cat /$name/kept 2>/dev/null); done"
@@ -262,17 +264,17 @@ def check_volumes(runner: EngineRunner, world: World, when: str) -> None:
     capacity_mb = int(
         runner.shell("source", f"{write_command} && sync && df --output=size -BM /one | tail -n 1 | tr -d M")
     )
-    assert 0.75 < capacity_mb / volumes["one"].size_mb <= 1, (when, capacity_mb)
+    assert 0.75 < capacity_mb / volumes["one"].size_mb <= 1, (moment, capacity_mb)
     if "new" in volumes and volumes["new"].from_snapshot:
-        assert read_contents(runner, "new") == "before", when
-    assert read_contents(runner, "idle") in ("before", "after"), when
-    assert [each.name for each in engine.volumes.list_snapshots("idle")] == ["before"], when
+        assert read_contents(runner, "new") == "before", moment
+    assert read_contents(runner, "idle") in ("before", "after"), moment
+    assert [each.name for each in engine.volumes.list_snapshots("idle")] == ["before"], moment
     if "spare" in volumes:
-        assert [each.name for each in engine.volumes.list_snapshots("spare")] == ["before"], when
+        assert [each.name for each in engine.volumes.list_snapshots("spare")] == ["before"], moment
     for each in engine.volumes.list_snapshots("one"):
         if each.name == "new":
             probe_volume = runner.do(engine.volumes.create("probe", from_snapshot=each.id))
-            assert read_contents(runner, probe_volume.name) == "one", when
+            assert read_contents(runner, probe_volume.name) == "one", moment
             runner.do(engine.volumes.delete("probe"))
     snapshots = {each.id: each for each in engine.snapshots.list()}
     captured_ids = {
@@ -281,14 +283,14 @@ def check_volumes(runner: EngineRunner, world: World, when: str) -> None:
         for each in engine.volumes.list_snapshots(name)
         if each.sandbox_snapshot
     }
-    assert captured_ids == {capture.snapshot for each in snapshots.values() for capture in each.volumes}, when
-    assert all(len(each.volumes) == (1 if each.names == ["mark"] else 2) for each in snapshots.values()), when
+    assert captured_ids == {capture.snapshot for each in snapshots.values() for capture in each.volumes}, moment
+    assert all(len(each.volumes) == (1 if each.names == ["mark"] else 2) for each in snapshots.values()), moment
     owner_ids = {each.owner for each in volumes.values() if each.owner}
     forks = {each.id: each for each in engine.sandboxes.list() if each.name.startswith("fork")}
-    assert owner_ids == forks.keys(), when
+    assert owner_ids == forks.keys(), moment
     for fork in forks.values():
-        assert read_kept_file(runner, fork.id, "/one") == "one", when
-    runner.wait_for(world.check_no_strays, engine, runner.config, when)
+        assert read_kept_file(runner, fork.id, "/one") == "one", moment
+    runner.wait_for(world.check_no_strays, engine, runner.config, moment)
 
 
 def read_kept_file(runner: EngineRunner, ref: str, path: str) -> str:

@@ -49,7 +49,7 @@ SET_UP = (
 PAUSE = make_task("sandbox", name=["box", "other"], state="paused")
 
 
-def export(files: Path, name: str = "portable") -> Task:
+def make_export_task(files: Path, name: str = "portable") -> Task:
     """Return a task that exports the snapshot ``portable``, and takes it first if it does not exist."""
     options = {"name": "portable", "sandbox": "other", "memory": "none", "export_to": str(files / name)}
     return make_task("sandbox_snapshot", **options)
@@ -67,8 +67,8 @@ def make_play(url: str, source: Path, files: Path, abilities: Abilities) -> tupl
         make_task("sandbox_snapshot", name="mark", sandbox="box", prewarm=1),
     ]
     transfers = [
-        export(files),
-        export(files, "second"),
+        make_export_task(files),
+        make_export_task(files, "second"),
         make_task("sandbox_snapshot", name="imported", import_from=str(files / "portable")),
         make_task("sandbox_snapshot", name=["portable", "imported"], state="absent"),
     ]
@@ -135,8 +135,8 @@ def stopped(pids: set[str]) -> Iterator[None]:
 
 
 @contextmanager
-def collected_events(gateway: Gateway, last: str) -> Iterator[list[str]]:
-    """Collect the names of all events of a gateway. The end of the context waits for the event ``last``."""
+def collected_events(gateway: Gateway, last_event: str) -> Iterator[list[str]]:
+    """Collect the names of all events of a gateway. The end of the context waits for the event ``last_event``."""
     events: list[str] = []
     is_connected = threading.Event()
 
@@ -150,7 +150,7 @@ def collected_events(gateway: Gateway, last: str) -> Iterator[list[str]]:
                 is_connected.set()
                 if line.startswith("event: "):
                     events.append(line.removeprefix("event: "))
-                if events[-1:] == [last]:
+                if events[-1:] == [last_event]:
                     return
 
     thread = threading.Thread(target=collect, daemon=True)
@@ -167,7 +167,7 @@ def test_a_check_run_changes_nothing_on_the_host(gateway: tuple[Gateway, Config]
     (tmp_path / "web").mkdir()
     files = tmp_path / "files"
     files.mkdir()
-    transfers = (export(files),) if world.abilities.transfer else ()
+    transfers = (make_export_task(files),) if world.abilities.transfer else ()
     for result in target.play(*SET_UP, *transfers, PAUSE):
         assert result["changed"], target.output
     for file in files.iterdir():

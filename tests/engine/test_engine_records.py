@@ -22,12 +22,12 @@ from tests.support.memory_engine import Gate, wait_until
 
 
 class FaultyHost(MemoryHost):
-    """A host that fails to save records while ``broken`` is true, and fails to remove snapshots in ``unremovable``."""
+    """A host that fails to save records while ``is_broken`` is true, and to remove snapshots in ``unremovable_ids``."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.broken = self.broken_snapshots = False
-        self.unremovable: set[str] = set()
+        self.is_broken = self.rejects_snapshots = False
+        self.unremovable_ids: set[str] = set()
         self.log: list[tuple[str, str]] = []
         """The saves and removals, as ``(method, id)``."""
 
@@ -37,18 +37,18 @@ class FaultyHost(MemoryHost):
         await super().save(sandbox)
 
     async def save_snapshot(self, snapshot: Snapshot) -> None:
-        self._require_working(self.broken_snapshots)
+        self._require_working(self.rejects_snapshots)
         self.log.append(("save_snapshot", snapshot.id))
         await super().save_snapshot(snapshot)
 
     async def remove_snapshot(self, snapshot: Snapshot) -> None:
-        if snapshot.id in self.unremovable:
+        if snapshot.id in self.unremovable_ids:
             raise BackendFailed("forced")
         self.log.append(("remove_snapshot", snapshot.id))
         await super().remove_snapshot(snapshot)
 
-    def _require_working(self, is_broken: bool = False) -> None:
-        if self.broken or is_broken:
+    def _require_working(self, should_fail: bool = False) -> None:
+        if self.is_broken or should_fail:
             raise BackendFailed("forced")
 
 
@@ -66,7 +66,7 @@ def runner(host: FaultyHost, tmp_path: Path) -> Iterator[EngineRunner]:
         runner.do(runner.engine.forks.create("base", ForkSpec(names=["box"])))
         yield runner
     finally:
-        host.broken = False
+        host.is_broken = False
         runner.close()
 
 
@@ -128,21 +128,21 @@ def test_a_failed_save_leaves_the_record_unchanged(runner: EngineRunner, host: F
     prepare, act = OPERATIONS[operation]
     runner.do(_run_operation(prepare, runner.engine))
     records_before = _read_records(runner.engine)
-    host.broken = True
+    host.is_broken = True
     with pytest.raises(BackendFailed, match="forced"):
         runner.do(_run_operation(act, runner.engine))
     records_after = _read_records(runner.engine)
     assert {id: records_after.get(id) for id in records_before} == records_before
-    host.broken = False
+    host.is_broken = False
     if not operation.startswith("resume") and operation != "pause":
         assert runner.engine.sandboxes.get("box").name == "box"
 
 
 def test_a_stopped_machine_is_recorded_even_if_the_save_fails(runner: EngineRunner, host: FaultyHost) -> None:
-    host.broken = True
+    host.is_broken = True
     runner.call(host._exit, runner.get_sandbox("box").instance)
     _wait_until(lambda: runner.get_sandbox("box").state is SandboxState.PAUSED)
-    host.broken = False
+    host.is_broken = False
     runner.do(runner.engine.sandboxes.update("box", metadata={"a": "b"}))
     record = host.saved[runner.get_sandbox("box").id]
     assert record.state is SandboxState.PAUSED and record.state_reason, "the next save does not include the stop"
@@ -152,7 +152,7 @@ def test_a_failed_save_of_a_clones_snapshot_keeps_its_volumes(runner: EngineRunn
     """The record lists the volumes until the collector has removed their snapshots and can save the new record."""
     runner.do(_mount_volume(runner.engine))
     spec = ForkSpec(names=["fork"], mounts=[MountSpec("data", "/data", clone=True)])
-    host.broken_snapshots = True
+    host.rejects_snapshots = True
     runner.do(runner.engine.forks.clone("box", spec))
     (snapshot,) = (each for each in runner.engine.index.snapshots.values() if each.kind == "transient")
     assert [each.volume for each in snapshot.volumes] == [runner.engine.volumes.get("data").id]
@@ -222,7 +222,7 @@ def test_a_failed_deletion_leaves_the_tree_unchanged(runner: EngineRunner, host:
     assert _read_records(runner.engine) == records_before
     runner.do(runner.engine.sandboxes.delete("fork"))
     records_before = _read_records(runner.engine)
-    host.unremovable = {runner.engine.snapshots.get(name).id for name in ("two", "three")}
+    host.unremovable_ids = {runner.engine.snapshots.get(name).id for name in ("two", "three")}
     for name in ("two", "three"):
         with pytest.raises(BackendFailed):
             runner.do(runner.engine.snapshots.delete(name))
@@ -233,7 +233,7 @@ def test_a_full_disk_does_not_prevent_a_deletion(runner: EngineRunner, host: Fau
     """A full disk prevents writing records, but a deletion frees space."""
     _create_chain(runner, "one", "two", "three")
     one_id, two_id = (runner.engine.snapshots.get(name).id for name in ("one", "two"))
-    host.broken = True
+    host.is_broken = True
     assert runner.do(runner.engine.snapshots.delete("one"))
     assert one_id not in runner.engine.index.snapshots
     assert runner.engine.snapshots.get("two").parent == one_id

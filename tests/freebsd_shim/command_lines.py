@@ -145,31 +145,31 @@ ZFS_SUBCOMMANDS = {
 """The pages of the subcommands that `zfs_core` may run. docs/zfs_core.md lists which function runs which command."""
 
 
-def find(argv: Sequence[str]) -> CommandLine | None:
+def find_command_line(argv: Sequence[str]) -> CommandLine | None:
     return next((each for each in COMMAND_LINES if each.matches(argv)), None)
 
 
 @dataclass
 class Recording:
-    """The command lines that were issued. ``zfs``: the subcommands of `zfs`. ``unknown``: those that are not listed."""
+    """The command lines that were issued. ``unknown_argvs``: those that are not listed."""
 
-    known: set[CommandLine]
-    zfs: set[str]
-    unknown: list[list[str]]
+    known_lines: set[CommandLine]
+    zfs_subcommands: set[str]
+    unknown_argvs: list[list[str]]
 
     def add(self, argv: Sequence[str]) -> None:
         if argv[0].endswith("/nsenter"):  # A test whose shim has a network namespace of its own.
             argv = argv[2:]
         if argv[0] == "zfs":
             is_known = argv[1].lstrip("-") in ZFS_SUBCOMMANDS
-            self.zfs.add(argv[1])
+            self.zfs_subcommands.add(argv[1])
         else:
-            line = find(argv)
+            line = find_command_line(argv)
             is_known = line is not None
             if line is not None:
-                self.known.add(line)
+                self.known_lines.add(line)
         if not is_known:
-            self.unknown.append(list(argv))
+            self.unknown_argvs.append(list(argv))
 
 
 @contextmanager
@@ -195,8 +195,8 @@ def checked() -> Iterator[None]:
     """Raise AssertionError at the end of the context if a command line was issued that is not in this list."""
     with recorded() as recording:
         yield
-    assert not recording.unknown, (
-        f"add these command lines to {__name__} with the manual page that documents them: {recording.unknown[:5]}"
+    assert not recording.unknown_argvs, (
+        f"add these command lines to {__name__} with the manual page that documents them: {recording.unknown_argvs[:5]}"
     )
 
 

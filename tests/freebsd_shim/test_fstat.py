@@ -26,7 +26,7 @@ def mount_point(shim: Shim, tmp_path: Path) -> Iterator[Path]:
 
 
 @contextmanager
-def process_running_in(mount_point: Path, **options: Any) -> Iterator[subprocess.Popen[bytes]]:
+def running_process(mount_point: Path, **options: Any) -> Iterator[subprocess.Popen[bytes]]:
     """Run a process whose working directory is the root of the file system."""
     with subprocess.Popen(["sleep", "infinity"], cwd=mount_point, **options) as holder:
         try:
@@ -38,7 +38,7 @@ def process_running_in(mount_point: Path, **options: Any) -> Iterator[subprocess
 def test_open_files_are_listed(shim: Shim, mount_point: Path) -> None:
     assert shim.check_ok("fstat", "-f", str(mount_point)) == f"{HEADER}\n"
     (mount_point / "file").write_text("12345")
-    with (mount_point / "file").open("a") as file, process_running_in(mount_point, stdout=file) as holder:
+    with (mount_point / "file").open("a") as file, running_process(mount_point, stdout=file) as holder:
         lines = [
             line for line in shim.check_ok("fstat", "-f", str(mount_point)).splitlines() if f" {holder.pid} " in line
         ]
@@ -51,7 +51,7 @@ def test_open_files_are_listed(shim: Shim, mount_point: Path) -> None:
 
 
 def test_files_on_a_forcibly_unmounted_file_system_are_not_listed(shim: Shim, mount_point: Path) -> None:
-    with process_running_in(mount_point):
+    with running_process(mount_point):
         shim.check_ok("umount", "-f", str(mount_point))
         assert f" {mount_point} " not in shim.check_ok("fstat", "-f", str(mount_point))
 

@@ -1,4 +1,4 @@
-"""The script that checks FreeBSD's behaviour on a real machine. Here, it runs with the shim and zfs-fuse."""
+"""Test the script that checks FreeBSD's behaviour on a real machine, by running it with the shim and zfs-fuse."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _SCRIPT = Path(__file__).with_name("verify_on_freebsd.sh")
 
 @contextmanager
 def _kept_responsive(directory: Path) -> Iterator[None]:
-    """Like the context of ``pools.pool``, for the pool that the script creates below ``directory``."""
+    """Keep zfs-fuse responsive, as ``pools.pool`` does, for the pool that the script creates below ``directory``."""
     stop_event = threading.Event()
 
     def watch() -> None:

@@ -5,7 +5,7 @@
 #
 # Run it as root. It creates a pool on a memory disk, jails, epairs and a bridge, whose names all begin with "vfy", and
 # removes them at the end. It changes neither pf's main ruleset nor any other setting, and loads no kernel module except
-# if_bridge, if_epair and nullfs. It prints a table with what it saw, in full with -v. The exit status is 1 if a check
+# if_bridge, if_epair and nullfs. It prints a table of its observations, in full with -v. The exit status is 1 if a check
 # failed. With FREEBSD_SHIM_STATE, it runs on Linux with the doubles in tests/freebsd_shim, and skips what they lack.
 
 set -u

@@ -1,7 +1,7 @@
 """Test the storage with a private zfs-fuse daemon that can be killed.
 
 Run `python -m tests.jail_zfs.alone SCENARIO DIRECTORY` as root in new mount and PID namespaces. The scenarios are
-`dead`, in which the daemon is not running, and `killed`, in which it is killed while objects are created and then
+`dead`, in which the daemon is not running, and `killed`, in which it is killed while objects are created, and then
 restarted.
 """
 

@@ -1,4 +1,4 @@
-"""The gateway issues every command line of the table in docs/jail_zfs.md, except those for rare cases."""
+"""Test that the gateway issues every command line in the table of docs/jail_zfs.md, except for rare ones."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def test_the_command_lines_of_the_table_are_issued(jail_zfs_world: JailZfsWorld)
         runner.do(engine.sandboxes.rollback("one", "s"))
         runner.do(engine.sandboxes.delete("one"))
         runner.close()
-    assert recording.unknown == []
+    assert recording.unknown_argvs == []
     common_lines = [each for each in command_lines.COMMAND_LINES if not each.is_rare]
-    assert [each.form for each in common_lines if each not in recording.known] == []
-    assert {"clone", "snapshot", "destroy", "set", "get", "mount"} <= recording.zfs
+    assert [each.form for each in common_lines if each not in recording.known_lines] == []
+    assert {"clone", "snapshot", "destroy", "set", "get", "mount"} <= recording.zfs_subcommands

@@ -1,4 +1,4 @@
-"""A `zfs` command that hangs on one sandbox's dataset does not affect other sandboxes."""
+"""Test that a `zfs` command that hangs on one sandbox's dataset does not affect other sandboxes."""
 
 from __future__ import annotations
 

@@ -104,7 +104,7 @@ def runner(jail_zfs_world: JailZfsWorld, outside_jail: OutsideJail) -> Iterator[
     jail_zfs_world.clean_up(config)
 
 
-def request_from(runner: EngineRunner, ref: str, address: str) -> str:
+def query_server(runner: EngineRunner, ref: str, address: str) -> str:
     """Connect to port 7000 of an address from a sandbox. Returns the response, or "" if the server is unreachable."""
     result = runner.do(runner.engine.commands.exec(ref, ["python3", "-c", CLIENT_PROGRAM, address]))
     return result.stdout.decode().strip() if result.exit_code == 0 else ""
@@ -119,9 +119,9 @@ def test_sandboxes_reach_the_internet_but_not_each_other_or_the_host(
     runner.shell("b", f'python3 -c "{SERVER_PROGRAM}" </dev/null >/dev/null 2>&1 &')
     host_server = start_server(["/usr/bin/python3", "-c", SERVER_PROGRAM])
     try:
-        assert request_from(runner, "a", outside_jail.address) == outside_jail.host_address  # under the host's address
+        assert query_server(runner, "a", outside_jail.address) == outside_jail.host_address  # under the host's address
         for address in (other_address, gateway_address, outside_jail.host_address):
-            assert not request_from(runner, "a", address), address
+            assert not query_server(runner, "a", address), address
         assert runner.shell("b", "echo alive").strip() == "alive"
     finally:
         host_server.kill()
@@ -131,17 +131,17 @@ def test_sandboxes_reach_the_internet_but_not_each_other_or_the_host(
 def test_a_policy_also_applies_to_open_connections(runner: EngineRunner, outside_jail: OutsideJail) -> None:
     no_internet_policy = NetworkPolicy(allow_internet=False)
     runner.do(runner.engine.forks.create(TEMPLATE, ForkSpec(names=["shut"], network=no_internet_policy)))
-    assert not request_from(runner, "shut", outside_jail.address)
+    assert not query_server(runner, "shut", outside_jail.address)
     assert runner.shell("shut", "cat /etc/resolv.conf") == ""
     runner.do(
         runner.engine.sandboxes.set_network(
             "shut", NetworkPolicy(allow_internet=False, allow_out=[outside_jail.address])
         )
     )
-    assert request_from(runner, "shut", outside_jail.address)
+    assert query_server(runner, "shut", outside_jail.address)
     assert runner.shell("shut", "cat /etc/resolv.conf") == "nameserver 9.9.9.9\n"
     runner.do(runner.engine.sandboxes.set_network("shut", NetworkPolicy(deny_out=[f"{outside_jail.address}/24"])))
-    assert not request_from(runner, "shut", outside_jail.address)
+    assert not query_server(runner, "shut", outside_jail.address)
     runner.do(runner.engine.sandboxes.set_network("shut", NetworkPolicy()))
     runner.shell("shut", f'python3 -c "{KEEP_OPEN_PROGRAM}" {outside_jail.address} </dev/null >/dev/null 2>&1 &')
     runner.shell("shut", "while ! [ -s /root/beats ]; do sleep 0.05; done")
@@ -159,7 +159,7 @@ def test_packets_with_a_spoofed_address_are_dropped(runner: EngineRunner, outsid
     network = ipaddress.IPv4Network(runner.config.network.subnet)
     runner.shell("liar", f"ip address add {network.network_address + number + 50}/32 dev {interface}")
     spoofing_program = CLIENT_PROGRAM.replace("7000), 2)", f"7000), 2, ('{network.network_address + number + 50}', 0))")
-    assert request_from(runner, "liar", outside_jail.address)
+    assert query_server(runner, "liar", outside_jail.address)
     assert (
         runner.do(
             runner.engine.commands.exec("liar", ["python3", "-c", spoofing_program, outside_jail.address])

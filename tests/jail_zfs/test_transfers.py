@@ -1,4 +1,4 @@
-"""Export snapshots of jails to files, and import them, on a real pool."""
+"""Test exporting snapshots of jails to files, and importing them, on a real pool."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def runner(make_runner: MakeRunner) -> EngineRunner:
     return make_runner()
 
 
-def export(runner: EngineRunner, ref: str) -> bytes:
+def export_snapshot(runner: EngineRunner, ref: str) -> bytes:
     async def read() -> bytes:
         export = await runner.engine.transfers.export(ref)
         try:
@@ -47,7 +47,7 @@ def export(runner: EngineRunner, ref: str) -> bytes:
     return runner.do(read())
 
 
-def import_(runner: EngineRunner, file: bytes, name: str | None = None) -> Snapshot:
+def import_snapshot(runner: EngineRunner, file: bytes, name: str | None = None) -> Snapshot:
     async def pieces() -> AsyncIterator[bytes]:
         for start in range(0, len(file), 100_000):
             yield file[start : start + 100_000]
@@ -91,11 +91,11 @@ def test_an_imported_snapshot_is_forked_after_the_original_is_gone(
     runner.shell("source", "head -c 3000000 /dev/urandom >/root/blob && ln -s blob /root/link")
     digest = runner.shell("source", "sha256sum /root/link")
     snapshot = runner.do(runner.engine.snapshots.create("source", name="taken", description="a blob"))
-    file = export(runner, "taken")
+    file = export_snapshot(runner, "taken")
     runner.do(runner.engine.sandboxes.delete("source"))
     runner.do(runner.engine.snapshots.delete("taken"))
     before = list_objects(runner)
-    imported = import_(runner, file)
+    imported = import_snapshot(runner, file)
     assert (imported.names, imported.description, imported.resources) == (["taken"], "a blob", snapshot.resources)
     assert imported.imported and imported.imported.snapshot == snapshot.id
     dataset = f"{runner.config.jail_zfs.dataset}/retired/{imported.id}"
@@ -111,7 +111,7 @@ def test_an_imported_snapshot_is_forked_after_the_original_is_gone(
 
 def test_a_template_is_imported_as_a_template(runner: EngineRunner) -> None:
     before = list_objects(runner)
-    imported = import_(runner, export(runner, TEMPLATE), name="copy")
+    imported = import_snapshot(runner, export_snapshot(runner, TEMPLATE), name="copy")
     assert imported.kind is SnapshotKind.TEMPLATE
     runner.do(runner.engine.forks.create("copy", ForkSpec(names=["fork"])))
     assert runner.shell("fork", "echo alive").strip() == "alive"
@@ -146,7 +146,7 @@ def test_foreign_streams_are_refused_and_leave_nothing_behind(
     before = list_objects(runner)
     for problem, stream in foreign_streams.items():
         with pytest.raises(Invalid, match=problem):
-            import_(runner, make_file(runner, stream))
+            import_snapshot(runner, make_file(runner, stream))
         assert list_objects(runner) == before
 
 
@@ -155,14 +155,14 @@ def test_a_damaged_stream_is_refused_and_leaves_nothing_behind(runner: EngineRun
     before = list_objects(runner)
     for damaged_stream in (stream[: len(stream) // 2], stream[:5000] + b"x" * 5000 + stream[10000:]):
         with pytest.raises(GatewayError):
-            import_(runner, make_file(runner, damaged_stream))
+            import_snapshot(runner, make_file(runner, damaged_stream))
         assert list_objects(runner) == before
 
 
 def test_an_import_that_fails_at_its_last_step_leaves_nothing_behind(
     runner: EngineRunner, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    file = export(runner, TEMPLATE)
+    file = export_snapshot(runner, TEMPLATE)
     before = list_objects(runner)
 
     def fail(source: str, target: str) -> None:
@@ -170,14 +170,14 @@ def test_an_import_that_fails_at_its_last_step_leaves_nothing_behind(
 
     monkeypatch.setattr(zfs_core, "lzc_rename", fail)
     with pytest.raises(BackendFailed):
-        import_(runner, file, name="copy")
+        import_snapshot(runner, file, name="copy")
     assert list_objects(runner) == before
 
 
 def test_an_interrupted_import_is_removed_at_the_next_start(
     runner: EngineRunner, make_runner: MakeRunner, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    file = export(runner, TEMPLATE)
+    file = export_snapshot(runner, TEMPLATE)
     before = list_objects(runner)
 
     def fail(*_: object, **__: object) -> None:
@@ -187,7 +187,7 @@ def test_an_interrupted_import_is_removed_at_the_next_start(
         for name in ("lzc_rename", "lzc_destroy_snaps", "lzc_destroy"):
             patch.setattr(zfs_core, name, fail)
         with pytest.raises(BackendFailed):
-            import_(runner, file, name="copy")
+            import_snapshot(runner, file, name="copy")
     assert any("/retired/import-" in name and "@" in name for name in list_objects(runner) - before)
     runner.close()
     runner = make_runner(config=runner.config)
@@ -196,11 +196,11 @@ def test_an_interrupted_import_is_removed_at_the_next_start(
 
 
 def test_a_stream_needs_room_in_the_state_directory(runner: EngineRunner, monkeypatch: pytest.MonkeyPatch) -> None:
-    file = export(runner, TEMPLATE)
+    file = export_snapshot(runner, TEMPLATE)
     before = list_objects(runner)
     monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=1 << 20))
     with pytest.raises(NoSpace, match=f"not enough space in {runner.config.host.state_root} to export the snapshot"):
-        export(runner, TEMPLATE)
+        export_snapshot(runner, TEMPLATE)
     with pytest.raises(NoSpace, match="to import the snapshot"):
-        import_(runner, file, name="copy")
+        import_snapshot(runner, file, name="copy")
     assert list_objects(runner) == before

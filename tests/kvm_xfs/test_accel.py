@@ -17,7 +17,7 @@ from sandbox_gateway.hosts.kvm_xfs.qemu import accel
 from sandbox_gateway.hosts.kvm_xfs.qemu.accel import Accel
 
 
-def probe(cache_file: Path, kernel: Path | None = None, **settings: Any) -> Accel:
+def run_probe(cache_file: Path, kernel: Path | None = None, **settings: Any) -> Accel:
     return asyncio.run(accel.probe(KvmXfs(**settings), cache_file, kernel))
 
 
@@ -34,7 +34,7 @@ def write_script(path: Path, text: str) -> str:
 
 @pytest.mark.parametrize("name", ["tcg", "auto"])
 def test_the_probe_reports_its_choice_and_the_reason(cache_file: Path, name: str) -> None:
-    result = probe(cache_file, accelerator=name)
+    result = run_probe(cache_file, accelerator=name)
     assert result.name in ("kvm", "tcg")
     assert result.cpu_model == ("host" if result.name == "kvm" else "max")
     assert result.qemu_version[0].isdigit()
@@ -57,7 +57,7 @@ def test_the_probe_reports_its_choice_and_the_reason(cache_file: Path, name: str
 )
 def test_an_unsuitable_qemu_is_refused(cache_file: Path, settings: dict[str, str], message: str) -> None:
     with pytest.raises(BackendFailed, match=message):
-        probe(cache_file, **settings)
+        run_probe(cache_file, **settings)
 
 
 def test_a_qemu_without_the_capture_command_is_refused(cache_file: Path, tmp_path: Path) -> None:
@@ -66,14 +66,14 @@ def test_a_qemu_without_the_capture_command_is_refused(cache_file: Path, tmp_pat
         tmp_path / "qemu", f'{qemu} "$@" | sed s/xen-save-devices-state/something-else/g'
     )
     with pytest.raises(BackendFailed, match="does not have the command xen-save-devices-state, which captures require"):
-        probe(cache_file, qemu=qemu_without_command)
+        run_probe(cache_file, qemu=qemu_without_command)
 
 
 def test_accelerator_kvm_requires_the_device(cache_file: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(accel, "_KVM_DEVICE", tmp_path / "kvm")
     with pytest.raises(BackendFailed, match="is missing"):
-        probe(cache_file, accelerator="kvm")
-    assert probe(cache_file).name == "tcg"
+        run_probe(cache_file, accelerator="kvm")
+    assert run_probe(cache_file).name == "tcg"
 
 
 def test_can_boot_returns_true_for_a_stock_kernel(template_kernel: Path) -> None:
@@ -111,8 +111,8 @@ def test_auto_probes_once_and_caches_the_result(
     counting_qemu = write_script(
         tmp_path / "qemu", f'case "$*" in *-kernel*) echo run >> {runs_file};; esac; exec {KvmXfs().qemu} "$@"'
     )
-    first_result = probe(cache_file, template_kernel, qemu=counting_qemu, probe_seconds=3)
-    second_result = probe(cache_file, template_kernel, qemu=counting_qemu, probe_seconds=3)
+    first_result = run_probe(cache_file, template_kernel, qemu=counting_qemu, probe_seconds=3)
+    second_result = run_probe(cache_file, template_kernel, qemu=counting_qemu, probe_seconds=3)
     assert first_result == second_result
     assert runs_file.read_text() == "run\n"
     (key,) = json.loads(cache_file.read_text())
@@ -121,24 +121,24 @@ def test_auto_probes_once_and_caches_the_result(
         assert str(cache_file) in first_result.reason, "the reason does not name the file to remove"
     other_kernel = tmp_path / "vmlinuz-other"
     other_kernel.write_bytes(b"another kernel")
-    assert probe(cache_file, other_kernel, qemu=counting_qemu, probe_seconds=3).name == "tcg"
+    assert run_probe(cache_file, other_kernel, qemu=counting_qemu, probe_seconds=3).name == "tcg"
     assert runs_file.read_text() == "run\nrun\n", "another kernel was not tested"
 
 
 def test_without_a_kernel_earlier_results_are_used(cache_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(accel, "_KVM_DEVICE", Path("/dev/null"))
     monkeypatch.setattr(accel, "_find_host_kernel", lambda: None)
-    version = probe(cache_file).qemu_version
-    assert probe(cache_file).name == "tcg"
+    version = run_probe(cache_file).qemu_version
+    assert run_probe(cache_file).name == "tcg"
     for host_kernel, has_booted, expected_name in (("other", True, "tcg"), (os.uname().release, False, "tcg")):
         cache_file.write_text(json.dumps({f"{version} {host_kernel} 0123": has_booted}))
-        assert probe(cache_file).name == expected_name
+        assert run_probe(cache_file).name == expected_name
     cache_file.write_text(json.dumps({f"{version} {os.uname().release} 0123": True}))
-    assert probe(cache_file).name == "kvm"
+    assert run_probe(cache_file).name == "kvm"
 
 
 def test_a_damaged_cache_is_ignored(cache_file: Path, template_kernel: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(accel, "_KVM_DEVICE", Path("/dev/null"))
     for text in ("{", "[1]", '{"a": 3}'):
         cache_file.write_text(text)
-        assert probe(cache_file, template_kernel, probe_seconds=0.5).qemu_version
+        assert run_probe(cache_file, template_kernel, probe_seconds=0.5).qemu_version

@@ -95,14 +95,14 @@ def test_building_an_unchanged_recipe_returns_the_existing_template(runner: Engi
     assert (build.status, build.template_id) == ("ready", template.id)
 
 
-def start_and_stop(config: Config) -> None:
+def start_and_stop_gateway(config: Config) -> None:
     EngineRunner(KvmXfsHost(config), config).close()
 
 
 def test_a_missing_qemu_is_reported_at_startup(kvm_xfs_world: KvmXfsWorld) -> None:
     config = kvm_xfs_world.make_config(kvm_xfs={"qemu": "/nowhere/qemu"})
     with pytest.raises(BackendFailed, match="not installed"):
-        start_and_stop(config)
+        start_and_stop_gateway(config)
     shutil.rmtree(config.host.state_root)
 
 
@@ -112,7 +112,7 @@ def test_an_xfs_file_system_without_reflinks_is_reported_at_startup(tmp_path: Pa
             {"host": {"state_root": xfs.mount_point / "state"}, "network": session.allocate_network()}
         )
         with pytest.raises(Unsupported, match="reflink=1"):
-            start_and_stop(config)
+            start_and_stop_gateway(config)
 
 
 @pytest.fixture
@@ -142,7 +142,7 @@ def small_gateway(kvm_xfs_world: KvmXfsWorld, tmp_path: Path) -> Iterator[Engine
         kvm_xfs_world.clean_up(config)
 
 
-def fill(root: Path, free_bytes: int) -> None:
+def fill_disk(root: Path, free_bytes: int) -> None:
     """Create the file ``filler``, which fills the file system except for ``free_bytes``."""
     status = os.statvfs(root)
     size = status.f_bavail * status.f_frsize - free_bytes
@@ -154,7 +154,7 @@ def test_a_second_gateway_with_the_same_network_names_is_refused(
 ) -> None:
     other_config = kvm_xfs_world.make_config(network=runner.config.network.model_dump())
     with pytest.raises(Conflict, match="another gateway on this machine uses the network prefix"):
-        start_and_stop(other_config)
+        start_and_stop_gateway(other_config)
     shutil.rmtree(other_config.host.state_root)
 
 
@@ -163,7 +163,7 @@ def test_capture_on_a_full_disk_fails_and_cleans_up(kvm_xfs_world: KvmXfsWorld, 
     small_gateway.shell("one", "head -c 20000000 /dev/urandom >/run/blob")
     root = small_gateway.config.host.state_root
     traces_before = kvm_xfs_world.read_traces(small_gateway.config)
-    fill(root, 4 << 20)
+    fill_disk(root, 4 << 20)
     with pytest.raises(NoSpace, match="no space left"):
         small_gateway.do(small_gateway.engine.snapshots.create("one", name="big"))
     assert kvm_xfs_world.read_traces(small_gateway.config) == traces_before
@@ -176,7 +176,7 @@ def test_a_machine_that_stalls_on_a_full_disk_is_reported_and_resumes(small_gate
     runner = small_gateway
     runner.do(runner.engine.forks.create(TEMPLATE, ForkSpec(names=["one"])))
     root = runner.config.host.state_root
-    fill(root, 8 << 20)
+    fill_disk(root, 8 << 20)
     runner.shell("one", "(dd if=/dev/zero of=/root/blob bs=1M count=40 conv=fsync; sync) >/dev/null 2>&1 &")
     wait_until(lambda: "no space left" in runner.call(runner.engine.room.get_stall_reason, runner.get_sandbox("one")))
     report = runner.do(runner.engine.room.report())
@@ -200,7 +200,7 @@ def test_operations_that_would_use_the_disk_reserve_are_refused(
     )
     try:
         traces_before = kvm_xfs_world.read_traces(config)
-        fill(config.host.state_root, 90 << 20)
+        fill_disk(config.host.state_root, 90 << 20)
         for operation in (
             strict_gateway.engine.forks.create(TEMPLATE, ForkSpec()),
             strict_gateway.engine.forks.clone("one", ForkSpec()),

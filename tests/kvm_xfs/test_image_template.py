@@ -8,7 +8,14 @@ from pathlib import Path
 import pytest
 
 from tests.support.gateway import Gateway, build_template
-from tests.support.images import make_entry, make_layer, make_small_debian_layer, push, running_registry, write_layout
+from tests.support.images import (
+    make_entry,
+    make_layer,
+    make_small_debian_layer,
+    push_image,
+    running_registry,
+    write_layout,
+)
 from tests.support.waiting import wait_until
 
 SCRIPT = b"""#!/bin/sh
@@ -40,7 +47,7 @@ def test_a_template_from_a_registry_runs_its_entry_point(
 ) -> None:
     with running_registry(tmp_path / "registry") as registry:
         image = f"docker://{registry}/team/app:1.0"
-        push(layout, f"{registry}/team/app:1.0")
+        push_image(layout, f"{registry}/team/app:1.0")
         instance = gateway({"kvm_xfs": {"insecure_registries": [registry]}}, seed_template=False)
         recipe = {
             "from": "image",
@@ -61,7 +68,7 @@ def test_a_template_from_a_registry_runs_its_entry_point(
         build = {"name": "app", "cpuCount": 1, "memoryMB": 256, **recipe}
         assert instance.call("POST", "/templates", build)["buildStatus"] == "ready"
         assert instance.call("POST", "/templates/app", status=200)["buildStatus"] == "ready"
-        push(write_layout(tmp_path / "new", [make_layer(make_entry("etc/motd"))]), f"{registry}/team/app:1.0")
+        push_image(write_layout(tmp_path / "new", [make_layer(make_entry("etc/motd"))]), f"{registry}/team/app:1.0")
         rebuild = instance.call("POST", "/templates/app", status=202)
         status = f"/templates/{rebuild['templateID']}/builds/{rebuild['buildID']}/status"
         wait_until(lambda: instance.call("GET", status)["status"] == "error")

@@ -23,12 +23,20 @@ from sandbox_gateway.hosts.kvm_xfs.template.image.confinement import FILE_CAPABI
 from sandbox_gateway.hosts.kvm_xfs.template.image.layers import unpack_layers
 from sandbox_gateway.hosts.kvm_xfs.template.image.registry import copy_image, resolve_digest
 from sandbox_gateway.image_references import parse_image_reference
-from tests.support.images import PASSWORD, make_entry, make_layer, push, running_registry, write_auth_file, write_layout
+from tests.support.images import (
+    PASSWORD,
+    make_entry,
+    make_layer,
+    push_image,
+    running_registry,
+    write_auth_file,
+    write_layout,
+)
 
 pytestmark = pytest.mark.usefixtures("requires_root")
 
 
-def unpack(reference: str, tmp_path: Path, disk_mb: int = 64, settings: KvmXfs | None = None) -> Path:
+def unpack_image(reference: str, tmp_path: Path, disk_mb: int = 64, settings: KvmXfs | None = None) -> Path:
     """Copy and unpack an image. Returns the path of its tree."""
     work_directory = tmp_path / "work"
     work_directory.mkdir(mode=0o700)
@@ -43,10 +51,10 @@ def unpack(reference: str, tmp_path: Path, disk_mb: int = 64, settings: KvmXfs |
 
 def unpack_entries(tmp_path: Path, *contents: Sequence[tuple[tarfile.TarInfo, bytes]], disk_mb: int = 64) -> Path:
     layout = write_layout(tmp_path / "image", [make_layer(*entries) for entries in contents])
-    return unpack(f"oci:{layout}:test", tmp_path, disk_mb)
+    return unpack_image(f"oci:{layout}:test", tmp_path, disk_mb)
 
 
-def describe(path: Path) -> tuple[int, int, int]:
+def describe_entry(path: Path) -> tuple[int, int, int]:
     status = path.lstat()
     return status.st_uid, status.st_gid, stat.S_IMODE(status.st_mode)
 
@@ -75,8 +83,8 @@ def test_owners_modes_links_and_whiteouts_match_the_image(tmp_path: Path) -> Non
             make_entry("capable", b"", pax_headers={"SCHILY.xattr.user.key": "value"}),
         ],
     )
-    assert describe(tree / "home/file") == (1000, 1001, 0o640)
-    assert describe(tree / "bin/su") == (0, 0, 0o4755)
+    assert describe_entry(tree / "home/file") == (1000, 1001, 0o640)
+    assert describe_entry(tree / "bin/su") == (0, 0, 0o4755)
     assert (tree / "home/link").stat().st_ino == (tree / "home/file").stat().st_ino
     assert (tree / "home/absolute").readlink() == Path("/etc/passwd")
     assert sorted(path.name for path in (tree / "home").iterdir()) == ["absolute", "file", "link"]
@@ -134,7 +142,7 @@ def test_a_header_that_claims_to_be_huge_is_refused(tmp_path: Path) -> None:
     header.type, header.size = tarfile.XHDTYPE, 150 << 20
     layout = write_layout(tmp_path / "image", [header.tobuf() + bytes(header.size)])
     with pytest.raises(Invalid, match="layer 1 of 1 has headers that are too large"):
-        unpack(f"oci:{layout}:test", tmp_path, disk_mb=1024)
+        unpack_image(f"oci:{layout}:test", tmp_path, disk_mb=1024)
 
 
 def test_warnings_about_attributes_that_cannot_be_set_do_not_fill_the_memory(
@@ -202,7 +210,7 @@ def layout(tmp_path: Path) -> Path:
 
 
 def test_images_come_from_registries_layouts_and_archives(registry: str, layout: Path, tmp_path: Path) -> None:
-    push(layout, f"{registry}/team/app:1.0")
+    push_image(layout, f"{registry}/team/app:1.0")
     sources = {"registry": f"docker://{registry}/team/app:1.0", "layout": f"oci:{layout}:test", "only": f"oci:{layout}"}
     for transport, suffix in (("oci-archive", ""), ("docker-archive", ":team/app:1.0")):
         file = tmp_path / f"{transport}.tar"
@@ -213,7 +221,7 @@ def test_images_come_from_registries_layouts_and_archives(registry: str, layout:
     settings = KvmXfs(insecure_registries=[registry])
     for name, source in sources.items():
         (tmp_path / name).mkdir()
-        assert (unpack(source, tmp_path / name, settings=settings) / "hello").read_text() == "world", source
+        assert (unpack_image(source, tmp_path / name, settings=settings) / "hello").read_text() == "world", source
 
 
 def test_the_digest_depends_on_the_image_and_not_on_its_name(registry: str, tmp_path: Path) -> None:
@@ -225,26 +233,26 @@ def test_the_digest_depends_on_the_image_and_not_on_its_name(registry: str, tmp_
         return asyncio.run(resolve_digest(parse_image_reference(f"docker://{registry}/{name}"), settings))
 
     for layout, name in ((first, "moving:a"), (first, "other:b")):
-        push(layout, f"{registry}/{name}")
+        push_image(layout, f"{registry}/{name}")
     digest = resolve("moving:a")
     assert digest == resolve("other:b") == resolve(f"moving@{digest}")
-    push(second, f"{registry}/moving:a")
+    push_image(second, f"{registry}/moving:a")
     assert resolve("moving:a") != digest
     pinned = dataclasses.replace(parse_image_reference(f"docker://{registry}/moving:a"), tag="", digest=digest)
     (tmp_path / "pinned").mkdir()
-    assert (unpack(str(pinned), tmp_path / "pinned", settings=settings) / "file").read_text() == "1"
+    assert (unpack_image(str(pinned), tmp_path / "pinned", settings=settings) / "file").read_text() == "1"
 
 
 def check_refused(reference: str, tmp_path: Path, message: str, settings: KvmXfs | None = None) -> None:
     with pytest.raises(GatewayError, match=message):
         asyncio.run(resolve_digest(parse_image_reference(reference), settings or KvmXfs()))
     with pytest.raises(GatewayError, match=message):
-        unpack(reference, tmp_path, settings=settings)
+        unpack_image(reference, tmp_path, settings=settings)
     assert not (tmp_path / "work" / "tree").exists()
 
 
 def test_a_registry_without_https_must_be_configured(registry: str, layout: Path, tmp_path: Path) -> None:
-    push(layout, f"{registry}/plain:1")
+    push_image(layout, f"{registry}/plain:1")
     check_refused(f"docker://{registry}/plain:1", tmp_path, "does not use HTTPS.*kvm_xfs.insecure_registries")
 
 
@@ -305,17 +313,19 @@ def test_credentials_are_used_and_are_in_no_command_line(
     monkeypatch.setattr("sandbox_gateway.hosts.kvm_xfs.template.image.registry.run_async_bytes", record)
     with running_registry(tmp_path / "private", with_password=True) as registry:
         auth_file = write_auth_file(tmp_path / "auth.json", registry)
-        push(layout, f"{registry}/private:1", auth_file)
+        push_image(layout, f"{registry}/private:1", auth_file)
         reference = f"docker://{registry}/private:1"
-        without, missing, right = (
+        config_without_file, config_with_missing_file, config_with_file = (
             KvmXfs(insecure_registries=[registry], registry_auth_file=path)
             for path in (None, tmp_path / "missing", auth_file)
         )
-        check_refused(reference, tmp_path, "refuses access .* ask an administrator to set", without)
+        check_refused(reference, tmp_path, "refuses access .* ask an administrator to set", config_without_file)
         (tmp_path / "2").mkdir()
-        check_refused(reference, tmp_path / "2", "missing does not exist on the gateway's host", missing)
+        check_refused(
+            reference, tmp_path / "2", "missing does not exist on the gateway's host", config_with_missing_file
+        )
         (tmp_path / "3").mkdir()
-        assert (unpack(reference, tmp_path / "3", settings=right) / "hello").exists()
+        assert (unpack_image(reference, tmp_path / "3", settings=config_with_file) / "hello").exists()
     token = json.loads(auth_file.read_text())["auths"][registry]["auth"]
     assert len(command_lines) >= 3
     assert not any(secret in line for line in command_lines for secret in (PASSWORD, token))

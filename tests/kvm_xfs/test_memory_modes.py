@@ -190,7 +190,7 @@ def test_capture_writes_only_changed_pages(runner: EngineRunner, source: str, di
     ), written_byte_counts
 
 
-InjectFailure = Callable[[pytest.MonkeyPatch], None]
+FailureInjector = Callable[[pytest.MonkeyPatch], None]
 
 
 def make_writes_fail(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -220,7 +220,7 @@ def test_capture_after_a_failed_capture_is_complete(
     source: str,
     recorder: MemoryRecorder,
     disable_live_captures: None,
-    inject_failure: InjectFailure,
+    inject_failure: FailureInjector,
 ) -> None:
     start_writer(runner)
     capture_source(runner)

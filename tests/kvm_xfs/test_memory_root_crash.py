@@ -45,9 +45,9 @@ class MemoryRootWorld:
     def clean_up(self, config: Config) -> None:
         self._world.clean_up(config)
 
-    def check_no_strays(self, engine: Engine, config: Config, when: str) -> None:
+    def check_no_strays(self, engine: Engine, config: Config, moment: str) -> None:
         """Check the host, and that the memory root has exactly the images that snapshots and machines refer to."""
-        self._world.check_no_strays(engine, config, when)
+        self._world.check_no_strays(engine, config, moment)
         images = {path for path in self._root.rglob("*") if path.is_file()}
         snapshot_images = {
             Path(engine.host.files_of(each)["memory"])
@@ -55,8 +55,8 @@ class MemoryRootWorld:
             if "memory" in each.host
         }
         links = [path for path in (config.host.state_root / "sandboxes").glob("*/*/memory.*") if path.is_symlink()]
-        assert images == snapshot_images | {path.readlink() for path in links}, when
-        assert all(engine.host.memory_problem(each) == "" for each in engine.index.snapshots.values()), when
+        assert images == snapshot_images | {path.readlink() for path in links}, moment
+        assert all(engine.host.memory_problem(each) == "" for each in engine.index.snapshots.values()), moment
 
 
 @pytest.fixture(scope="module", params=[True, False], ids=["reflink", "no-reflink"])

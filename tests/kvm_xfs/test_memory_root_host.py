@@ -34,18 +34,18 @@ def host(state_xfs: LoopXfs, root_xfs: LoopXfs) -> Iterator[KvmXfsHost]:
     kvm_xfs = {"memory_root": root_xfs.mount_point, "memory_mode": "compare"}
     host = make_host(Config.model_validate({"host": {"state_root": state_xfs.mount_point}, "kvm_xfs": kvm_xfs}))
     yield host
-    stop_all(host)
+    stop_machines(host)
 
 
-def machines_of(host: KvmXfsHost) -> dict[str, Any]:
+def get_machines(host: KvmXfsHost) -> dict[str, Any]:
     machines: dict[str, Any] = host._machines.running  # type: ignore[attr-defined]
     return machines
 
 
-def stop_all(host: KvmXfsHost) -> None:
-    for machine in machines_of(host).values():
+def stop_machines(host: KvmXfsHost) -> None:
+    for machine in get_machines(host).values():
         machine.memory.close()
-    machines_of(host).clear()
+    get_machines(host).clear()
 
 
 def start_source(host: KvmXfsHost) -> Sandbox:
@@ -59,45 +59,45 @@ def start_source(host: KvmXfsHost) -> Sandbox:
     source = Sandbox(name="source", resources=base.resources)
     asyncio.run(host.fork(base, source, with_memory=False))
     asyncio.run(host.save(source))
-    machines_of(host)[source.instance].memory[:6] = b"secret"
+    get_machines(host)[source.instance].memory[:6] = b"secret"
     return source
 
 
-def fork(host: KvmXfsHost, snapshot: Snapshot, *, with_memory: bool = True) -> tuple[Sandbox, bytes]:
+def fork_snapshot(host: KvmXfsHost, snapshot: Snapshot, *, with_memory: bool = True) -> tuple[Sandbox, bytes]:
     """Fork a snapshot, and return the new sandbox and the first 6 bytes of its memory."""
     sandbox = Sandbox(name="fork", resources=snapshot.resources)
     asyncio.run(host.fork(snapshot, sandbox, with_memory=with_memory))
-    return sandbox, machines_of(host)[sandbox.instance].memory[:6]
+    return sandbox, get_machines(host)[sandbox.instance].memory[:6]
 
 
-def capture(host: KvmXfsHost, sandbox: Sandbox, *, memory: bool = True) -> Snapshot:
+def capture_sandbox(host: KvmXfsHost, sandbox: Sandbox, *, memory: bool = True) -> Snapshot:
     return asyncio.run(host.capture(sandbox, Snapshot(), memory=memory))
 
 
 def test_forks_of_forks_have_the_captured_memory(host: KvmXfsHost) -> None:
     sandbox = start_source(host)
     for _ in range(3):
-        sandbox, memory_start = fork(host, capture(host, sandbox))
+        sandbox, memory_start = fork_snapshot(host, capture_sandbox(host, sandbox))
         assert memory_start == b"secret"
 
 
 def test_only_operations_on_memory_fail_while_the_root_is_unmounted(
     host: KvmXfsHost, state_xfs: LoopXfs, root_xfs: LoopXfs
 ) -> None:
-    snapshot = capture(host, start_source(host))
-    stop_all(host)
+    snapshot = capture_sandbox(host, start_source(host))
+    stop_machines(host)
     root_xfs.unmount()
     try:
         with pytest.raises(
             Conflict, match=rf"memory of snapshot {snapshot.id} is not available: .* not mounted.*\. Mount .*coldStart"
         ):
-            fork(host, snapshot)
-        assert machines_of(host) == {}
-        cold_fork, memory_start = fork(host, snapshot, with_memory=False)
+            fork_snapshot(host, snapshot)
+        assert get_machines(host) == {}
+        cold_fork, memory_start = fork_snapshot(host, snapshot, with_memory=False)
         assert memory_start == bytes(6)
         with pytest.raises(Conflict, match=r"the memory root .* is not available: .*\. Mount it, or"):
-            capture(host, cold_fork)
-        assert capture(host, cold_fork, memory=False).memory is MemoryMode.NONE
+            capture_sandbox(host, cold_fork)
+        assert capture_sandbox(host, cold_fork, memory=False).memory is MemoryMode.NONE
         room = asyncio.run(host.room())
         assert room.memory_disk is not None and "not mounted" in room.memory_disk.problem
         scan = asyncio.run(make_host(host._config).scan())
@@ -106,21 +106,21 @@ def test_only_operations_on_memory_fail_while_the_root_is_unmounted(
     finally:
         root_xfs.mount()
     assert host.memory_problem(snapshot) == ""
-    assert fork(host, snapshot)[1] == b"secret"
+    assert fork_snapshot(host, snapshot)[1] == b"secret"
     room = asyncio.run(host.room())
     assert room.memory_disk is not None and room.memory_disk.free > 0
 
 
 def test_removing_everything_leaves_an_empty_root(host: KvmXfsHost, root_xfs: LoopXfs) -> None:
     source = start_source(host)
-    snapshot = capture(host, source)
-    forked_sandbox, _ = fork(host, snapshot)
-    fork_snapshot = capture(host, forked_sandbox)
+    snapshot = capture_sandbox(host, source)
+    forked_sandbox, _ = fork_snapshot(host, snapshot)
+    second_snapshot = capture_sandbox(host, forked_sandbox)
     assert host._layout.instance(source).last_memory.is_symlink()
-    for each in (snapshot, fork_snapshot):
+    for each in (snapshot, second_snapshot):
         asyncio.run(host.remove_snapshot(each))
     assert sum(path.is_file() for path in root_xfs.mount_point.rglob("*")) == 3, "the machines do not hold their images"
-    stop_all(host)
+    stop_machines(host)
     asyncio.run(host.discard(forked_sandbox))
     asyncio.run(host.remove(source))
     assert not [path for path in root_xfs.mount_point.rglob("*") if path.is_file()]

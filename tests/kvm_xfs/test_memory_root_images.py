@@ -128,7 +128,7 @@ class SimulatedMachine:
             self.memory[start : start + PAGE_BYTES] = random_generator.randbytes(PAGE_BYTES)
 
 
-def capture(
+def capture_memory(
     tracking: WriteTracking, machine: SimulatedMachine, image: Path, memory_directory: MemoryDirectory | None
 ) -> None:
     """Capture the memory of ``machine`` in ``image``, as a host does."""
@@ -161,7 +161,7 @@ def test_captures_to_alternating_file_systems_equal_the_memory(
         for number, target_directory in enumerate((memory_directory, memory_directory, None, None, memory_directory)):
             machine.write(random_generator)
             image = (layout.root if target_directory is None else target_directory.snapshots) / f"image-{number}"
-            capture(tracking, machine, image, target_directory)
+            capture_memory(tracking, machine, image, target_directory)
             assert tracking.mode is (mode if number else MemoryMode.INCREMENTAL)
             assert image.read_bytes() == machine.memory[:]
             assert tracking.reason == ""
@@ -179,12 +179,14 @@ def test_a_new_boot_discards_the_images_of_the_previous_run(
     with SimulatedMachine(files) as machine:
         machine.write(random.Random(5))
         tracking = WriteTracking(files, TrackerClient(None), MemoryMode.COMPARE, None)
-        capture(tracking, machine, memory_directory.snapshots / "before.img", memory_directory)
+        capture_memory(tracking, machine, memory_directory.snapshots / "before.img", memory_directory)
     instances.create_memory_file(files, PAGE_COUNT * PAGE_BYTES // MIB)
     with SimulatedMachine(files) as machine:
         machine.memory[:PAGE_BYTES] = b"x" * PAGE_BYTES
         image = memory_directory.snapshots / "after.img"
-        capture(WriteTracking(files, TrackerClient(None), MemoryMode.COMPARE, None), machine, image, memory_directory)
+        capture_memory(
+            WriteTracking(files, TrackerClient(None), MemoryMode.COMPARE, None), machine, image, memory_directory
+        )
         assert image.read_bytes() == machine.memory[:]
 
 

@@ -156,35 +156,35 @@ def run_and_kill(gateway: Gateway, operation: str, fatal_step: int) -> tuple[int
     return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), int(output or 0)
 
 
-def check(gateway: Gateway, operation: str, when: str) -> None:
+def check_state(gateway: Gateway, operation: str, moment: str) -> None:
     """Check that a new gateway finds complete snapshots and sandboxes, and that no other image exists."""
     config = gateway.config
     host = make_host(config)
     scan = asyncio.run(host.scan())
-    assert not (config.host.state_root / ".damaged").exists(), (when, scan.repaired)
+    assert not (config.host.state_root / ".damaged").exists(), (moment, scan.repaired)
     snapshots = {each.id: each for each in scan.snapshots if each.memory is not MemoryMode.NONE}
     sandbox_ids = {each.id for each in scan.sandboxes}
     expected_ids = {gateway.first_snapshot.id, gateway.second_snapshot.id, gateway.source.id, gateway.idle_fork.id}
     missing_ids = expected_ids - snapshots.keys() - sandbox_ids
     assert not missing_ids or (
         len(missing_ids) == 1 and gateway.is_completed_removal(operation, {*snapshots}, sandbox_ids)
-    ), when
-    assert [host.memory_problem(each) for each in snapshots.values()] == [""] * len(snapshots), when
+    ), moment
+    assert [host.memory_problem(each) for each in snapshots.values()] == [""] * len(snapshots), moment
     for snapshot in snapshots.values():
         with Path(host.files_of(snapshot)["memory"]).open("rb") as image:
             first_pages = image.read(3 * 4096)
         written_page_count = {gateway.first_snapshot.id: 1, gateway.second_snapshot.id: 2}.get(snapshot.id, 3)
         written_flags = [first_pages[page * 4096 : page * 4096 + 6] == b"number" for page in range(3)]
-        assert written_flags == [page < written_page_count for page in range(3)], (when, snapshot.id)
+        assert written_flags == [page < written_page_count for page in range(3)], (moment, snapshot.id)
     links = [path for path in (config.host.state_root / "sandboxes").glob("*/*/memory.*") if path.is_symlink()]
-    assert all(link.exists() for link in links), when
+    assert all(link.exists() for link in links), moment
     images = {path for path in config.kvm_xfs.memory_root.rglob("*") if path.is_file()}  # type: ignore[union-attr]
     assert images == {Path(host.files_of(each)["memory"]) for each in snapshots.values()} | {
         link.readlink() for link in links
-    }, (when, scan.repaired)
+    }, (moment, scan.repaired)
     if gateway.idle_fork.id in sandbox_ids:
         memory_path = host._layout.instance(gateway.idle_fork).memory
-        assert memory_path.read_bytes()[:6] == b"number", when
+        assert memory_path.read_bytes()[:6] == b"number", moment
 
 
 @pytest.mark.parametrize("operation", OPERATIONS)
@@ -196,7 +196,7 @@ def test_a_killed_file_operation_neither_loses_nor_leaks_an_image(
         try:
             asyncio.run(gateway.prepare())
             code, step_count = run_and_kill(gateway, operation, fatal_step)
-            check(gateway, operation, f"{operation} killed at step {fatal_step}: {code}")
+            check_state(gateway, operation, f"{operation} killed at step {fatal_step}: {code}")
             return code, step_count
         finally:
             gateway.close()

@@ -27,16 +27,16 @@ pytestmark = pytest.mark.usefixtures("requires_root")
 
 
 def read_file(rootfs: BuiltRootfs, path: str) -> str:
-    return _debugfs(rootfs, f"cat {path}")
+    return _run_debugfs(rootfs, f"cat {path}")
 
 
 def stat_file(rootfs: BuiltRootfs, path: str) -> str:
     """Return debugfs's output for a path, or "" if the path does not exist."""
-    output = _debugfs(rootfs, f"stat {path}")
+    output = _run_debugfs(rootfs, f"stat {path}")
     return output if "Inode:" in output else ""
 
 
-def _debugfs(rootfs: BuiltRootfs, command: str) -> str:
+def _run_debugfs(rootfs: BuiltRootfs, command: str) -> str:
     argv = ["debugfs", "-R", command, str(rootfs.image)]
     return subprocess.run(argv, capture_output=True, text=True, check=True, timeout=30).stdout
 
@@ -77,7 +77,7 @@ def test_debian_contains_everything_a_sandbox_needs(debian_rootfs: BuiltRootfs) 
     assert b"/virtio_blk.ko" in initrd and b"bin/run-init\0" in initrd
     assert b"bin/kmod\0" not in initrd and b"bin/udevadm\0" not in initrd
     assert stat_file(debian_rootfs, "/opt/sandbox_agent/__main__.py")
-    assert "cpython-3" in _debugfs(debian_rootfs, "ls /opt/sandbox_agent/__pycache__")
+    assert "cpython-3" in _run_debugfs(debian_rootfs, "ls /opt/sandbox_agent/__pycache__")
     unit_link_stat = stat_file(debian_rootfs, "/etc/systemd/system/multi-user.target.wants/sandbox-agent.service")
     assert "/etc/systemd/system/sandbox-agent.service" in unit_link_stat
     assert GUEST_ADDRESS in read_file(debian_rootfs, "/usr/local/lib/sandbox/network")

@@ -1,4 +1,4 @@
-"""Export snapshots of virtual machines to files, and import them: files on the disk, and two real machines."""
+"""Test exporting snapshots of virtual machines to files and importing them, without machines and with real ones."""
 
 from __future__ import annotations
 

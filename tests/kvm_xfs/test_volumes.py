@@ -122,9 +122,9 @@ class VolumeHost(KvmVolumes):
         self.addresses[sandbox.instance] = address
         await self.allow(sandbox, sandbox.mounts, address)
 
-    def stop_machine(self, sandbox: Sandbox, then: Callable[[], Coroutine[Any, Any, None]]) -> bool:
+    def stop_machine(self, sandbox: Sandbox, on_release: Callable[[], Coroutine[Any, Any, None]]) -> bool:
         del self.addresses[sandbox.instance]
-        return self.revoke_all(sandbox.instance, then)
+        return self.revoke_all(sandbox.instance, on_release)
 
     async def capture_sandbox(self, snapshot: Snapshot, captures: list[VolumeSnapshot]) -> None:
         """Capture a sandbox as a host does: capture its volumes, then commit the sandbox's snapshot."""
@@ -459,7 +459,7 @@ async def test_creations_snapshots_and_clones_fail_on_a_full_disk(tmp_path: Path
         snapshot = make_snapshot(volume)
         await host.capture(snapshot)
         paths_before = sorted(map(str, host.layout.volumes.glob("**/*")))
-        filler = fill(xfs.mount_point)
+        filler = fill_disk(xfs.mount_point)
         os.truncate(filler, filler.stat().st_size - (400 << 10))
         for operation in (
             lambda: host.create(make_volume("another", 4096)),  # Fails after it has written a part.
@@ -484,7 +484,7 @@ async def exhaust_space(work: Callable[[], Coroutine[Any, Any, None]]) -> None:
         await work()
 
 
-def fill(directory: Path) -> Path:
+def fill_disk(directory: Path) -> Path:
     """Create a file that uses all free blocks."""
     filler = directory / "filler"
     with filler.open("wb", buffering=0) as file:
@@ -876,29 +876,29 @@ def test_an_operation_killed_at_any_step_leaves_no_partial_object(operation: str
 
 
 def check_volumes(
-    host: VolumeHost, scan: Scan, operation: str, volume: Volume, snapshot: VolumeSnapshot, when: str
+    host: VolumeHost, scan: Scan, operation: str, volume: Volume, snapshot: VolumeSnapshot, moment: str
 ) -> None:
-    assert not list_stray_files(host), when
-    assert not (host.layout.root / ".damaged").exists(), (when, scan.repaired)
+    assert not list_stray_files(host), moment
+    assert not (host.layout.root / ".damaged").exists(), (moment, scan.repaired)
     volumes = {each.name: each for each in scan.volumes}
     snapshots = {each.name: each for each in scan.volume_snapshots}
     for each in scan.volumes:
-        assert has_intact_file_system(get_image_path(host, each)), when
-        assert get_image_path(host, each).stat().st_size == each.size_mb << 20, when
+        assert has_intact_file_system(get_image_path(host, each)), moment
+        assert get_image_path(host, each).stat().st_size == each.size_mb << 20, moment
     for each in scan.volume_snapshots:
-        assert has_intact_file_system(get_snapshot_image_path(host, each)), when
+        assert has_intact_file_system(get_snapshot_image_path(host, each)), moment
     if operation == "remove":
-        assert (volumes, snapshots) in (({}, {}), ({"data": volume}, {"first": snapshot})), when
+        assert (volumes, snapshots) in (({}, {}), ({"data": volume}, {"first": snapshot})), moment
         return
     text = read_file(get_image_path(host, volume), "a")
-    assert text in ("one", "two") if operation == "rollback" else text == "two", when
-    assert volumes["data"].size_mb in ((SIZE_MB, SIZE_MB + 1) if operation == "grow" else (SIZE_MB,)), when
+    assert text in ("one", "two") if operation == "rollback" else text == "two", moment
+    assert volumes["data"].size_mb in ((SIZE_MB, SIZE_MB + 1) if operation == "grow" else (SIZE_MB,)), moment
     if operation != "remove-snapshot":
-        assert read_file(get_snapshot_image_path(host, snapshots["first"]), "a") == "one", when
+        assert read_file(get_snapshot_image_path(host, snapshots["first"]), "a") == "one", moment
     if "new" in volumes:
-        assert read_file(get_image_path(host, volumes["new"]), "a") == ("one" if operation == "clone" else ""), when
+        assert read_file(get_image_path(host, volumes["new"]), "a") == ("one" if operation == "clone" else ""), moment
     if "new" in snapshots:
-        assert read_file(get_snapshot_image_path(host, snapshots["new"]), "a") == "two", when
+        assert read_file(get_snapshot_image_path(host, snapshots["new"]), "a") == "two", moment
 
 
 def test_a_killed_capture_of_several_volumes_is_all_or_nothing(root: Path) -> None:

@@ -11,7 +11,7 @@ import pytest
 from sandbox_gateway.engine.spec import ForkSpec, MountSpec
 from sandbox_gateway.errors import NoSpace
 from sandbox_gateway.records import Sandbox
-from tests.kvm_xfs.test_host import fill, small_gateway  # noqa: F401
+from tests.kvm_xfs.test_host import fill_disk, small_gateway  # noqa: F401
 from tests.support.live import EngineRunner, engines
 from tests.support.waiting import wait_until
 from tests.support.worlds import TEMPLATE, KvmXfsWorld
@@ -98,7 +98,7 @@ def test_capture_of_volumes_on_a_full_disk_fails_and_cleans_up(
     runner.shell("one", "head -c 20000000 /dev/urandom >/run/blob; echo data >/data/file; sync")
     root = runner.config.host.state_root
     files_before = list_snapshot_files(root)
-    fill(root, 4 << 20)
+    fill_disk(root, 4 << 20)
     with pytest.raises(NoSpace, match="no space left"):
         runner.do(runner.engine.snapshots.create("one", name="big", volumes=["data"]))
     (root / "filler").unlink()

@@ -23,9 +23,10 @@ class ImportOnly(Contract):
         violations = [
             (module, imported)
             for module in sorted(graph.modules)
-            if _is_in(module, roots)
+            if _is_submodule(module, roots)
             for imported in sorted(graph.find_modules_directly_imported_by(module))
-            if imported.partition(".")[0] not in sys.stdlib_module_names and not _is_in(imported, allowed_modules)
+            if imported.partition(".")[0] not in sys.stdlib_module_names
+            and not _is_submodule(imported, allowed_modules)
         ]
         return ContractCheck(kept=not violations, metadata={"violations": violations})
 
@@ -34,5 +35,5 @@ class ImportOnly(Contract):
             output.print_error(f"{module} must not import {imported}", bold=False)
 
 
-def _is_in(module: str, packages: list[str]) -> bool:
+def _is_submodule(module: str, packages: list[str]) -> bool:
     return any(module == package or module.startswith(f"{package}.") for package in packages)

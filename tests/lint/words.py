@@ -104,14 +104,14 @@ def load_rules() -> tuple[Rule, ...]:
 
 def extract_markdown(text: str) -> Iterator[Prose]:
     """Yield paragraphs, list items, headings and table cells. Omits fenced code, and replaces inline code with CODE."""
-    in_fence = False
+    is_in_fence = False
     block: list[str] = []
     start_line = 0
     for number, line in enumerate([*text.splitlines(), ""], 1):
         if line.lstrip().startswith("```"):
-            in_fence = not in_fence
+            is_in_fence = not is_in_fence
             line = ""
-        elif in_fence:
+        elif is_in_fence:
             continue
         is_block_start = re.match(r"\s*(?:[*-]|\d+\.|#+|>|\|)(?:\s|$)|\s*<!--", line)
         if block and (is_block_start or not line.strip()):
@@ -300,7 +300,7 @@ def find_files(paths: Iterable[str]) -> Iterator[Path]:
 
 
 def check_file(path: Path) -> list[Finding]:
-    relative_path = _path_in_repository(path)
+    relative_path = _get_path_in_repository(path)
     pieces = extract_prose(path)
     return [*find_violations(relative_path, pieces), *run_proselint(relative_path, pieces)]
 
@@ -310,7 +310,7 @@ def read_allowances() -> dict[str, int]:
     return dict(tomllib.loads(ALLOWANCES_FILE.read_text())["allowed"]) if ALLOWANCES_FILE.exists() else {}
 
 
-def directory_of(path: str, directories: Iterable[str]) -> str:
+def find_directory(path: str, directories: Iterable[str]) -> str:
     """Return the directory in ``directories`` whose allowance applies to a file, or "" if there is none."""
     return max((each for each in directories if path.startswith(f"{each}/")), key=len, default="")
 
@@ -318,18 +318,18 @@ def directory_of(path: str, directories: Iterable[str]) -> str:
 def main(arguments: list[str]) -> int:
     """Check all files and return the exit code. Given path prefixes, print the findings of those files and return 0."""
     prefixes = tuple(argument for argument in arguments if not argument.startswith("-"))
-    guides = {_path_in_repository(path) for path in find_files(GUIDE_PATHS)}
+    guides = {_get_path_in_repository(path) for path in find_files(GUIDE_PATHS)}
     paths = sorted({*find_files(GUIDE_PATHS), *find_files(CODE_PATHS)})
     if prefixes:
         for path in paths:
-            if _path_in_repository(path).startswith(prefixes):
+            if _get_path_in_repository(path).startswith(prefixes):
                 for each in check_file(path):
                     print(each)
         return 0
     allowances = read_allowances()
     findings = [finding for path in paths for finding in check_file(path)]
     directory_by_path = {
-        each.path: "" if each.path in guides else directory_of(each.path, allowances) for each in findings
+        each.path: "" if each.path in guides else find_directory(each.path, allowances) for each in findings
     }
     counts = Counter(directory_by_path[each.path] for each in findings)
     if "--update" in arguments:
@@ -345,7 +345,7 @@ def main(arguments: list[str]) -> int:
     return 1 if exceeded_directories else 0
 
 
-def _path_in_repository(path: Path) -> str:
+def _get_path_in_repository(path: Path) -> str:
     return path.relative_to(REPOSITORY).as_posix()
 
 

@@ -35,13 +35,13 @@ _KERNEL_ARGUMENTS = (
     "root=/dev/vda rw rootflags=noatime fsck.mode=skip console=ttyS0 quiet loglevel=4 panic=-1 "
     "init=/usr/local/sbin/openzfs-init net.ifnames=0 tsc=reliable no_timer_check cryptomgr.notests"
 )
-_started = time.monotonic()
+_start_time = time.monotonic()
 
 
 def main(arguments: list[str]) -> int:
     names, command = _split_arguments(arguments)
     try:
-        selected_steps = [Step("command", tuple(command), _COMMAND_SECONDS)] if command else steps.select(names)
+        selected_steps = [Step("command", tuple(command), _COMMAND_SECONDS)] if command else steps.select_steps(names)
     except ValueError as error:
         print(f"./dev test openzfs: {error}", file=sys.stderr)
         return 2
@@ -63,13 +63,13 @@ def _split_arguments(arguments: list[str]) -> tuple[list[str], list[str]]:
 
 
 def report(line: str) -> None:
-    print(f"[{time.monotonic() - _started:6.0f} s] {line}", flush=True)
+    print(f"[{time.monotonic() - _start_time:6.0f} s] {line}", flush=True)
 
 
 def run(selected_steps: Sequence[Step]) -> list[Outcome]:
     """Run the steps in one guest, and return their outcomes. Their files are left in ``get_results_directory``."""
     directory, results = session.get_run_dir(), get_results_directory()
-    guest_image = image.find_or_build(directory, report)
+    guest_image = image.find_or_build_image(directory, report)
     report(f"OpenZFS {guest_image.versions['zfs-dkms']}, Linux {guest_image.versions['linux-image-cloud-amd64']}")
     accelerator = asyncio.run(accel.probe(KvmXfs(), session.get_cache_dir() / "accel-openzfs.json", guest_image.kernel))
     report(f"accelerator {accelerator.name}: {accelerator.reason}")
@@ -80,7 +80,7 @@ def run(selected_steps: Sequence[Step]) -> list[Outcome]:
     report(f"starting the guest; its console is also in {results}/console.log")
     argv = _make_qemu_command(guest_image, accelerator, directory)
     with (results / "console.log").open("w") as log, Console(argv, directory) as console:
-        statuses = follow(console.read_line, selected_steps, log.write)
+        statuses = follow_output(console.read_line, selected_steps, log.write)
     extract_results(directory / _RESULTS_DISK, results)
     return [
         Outcome(step, status, seconds, steps.count_results(results / step.result) if step.result else {})
@@ -102,7 +102,7 @@ def get_results_directory() -> Path:
     return session.get_state_dir() / "openzfs"
 
 
-def follow(
+def follow_output(
     read_line: Callable[[float], str | None], selected_steps: Sequence[Step], write: Callable[[str], object]
 ) -> dict[str, tuple[int | None, float]]:
     """Report what the guest prints until it turns itself off. Returns the status and duration of each finished step.

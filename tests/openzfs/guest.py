@@ -1,6 +1,7 @@
-"""Run the steps of a job inside the guest, as its first process, and turn the guest off. Standard library only.
+"""Run the steps of a job inside the guest, as its first process, and turn the guest off.
 
-The disks are: vda, the image; vdb, the job; vdc, the virtual environment of Python; vdd, a tar archive of the results.
+This program uses only the standard library. The disks are: vda, the image; vdb, the job; vdc, the virtual environment
+of Python; vdd, a tar archive of the results.
 """
 
 from __future__ import annotations
@@ -82,9 +83,9 @@ def _run_job(job: dict[str, Any]) -> None:
     environment = {**os.environ, **job["environment"]}
     for step in job["steps"]:
         print(f"{MARKER} start {step['name']}", flush=True)
-        started = time.monotonic()
+        start_time = time.monotonic()
         status = _run_step(step["argv"], step["seconds"], repository, environment)
-        print(f"{MARKER} end {step['name']} {status} {time.monotonic() - started:.0f}", flush=True)
+        print(f"{MARKER} end {step['name']} {status} {time.monotonic() - start_time:.0f}", flush=True)
     with tarfile.open("/dev/vdd", "w") as archive:
         archive.add(RESULTS, arcname=".")
 

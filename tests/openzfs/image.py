@@ -47,7 +47,7 @@ class Image:
     versions: dict[str, str]
 
 
-def find_or_build(work_directory: Path, report: Report) -> Image:
+def find_or_build_image(work_directory: Path, report: Report) -> Image:
     """Return the cached image of this recipe and the current package versions. Builds it if it is missing."""
     sources = make_zfs_sources(apt.read_host_sources(SUITE) or _DEBIAN_SOURCES)
     versions = _read_versions(sources, work_directory / "apt")
@@ -131,7 +131,7 @@ def _build(sources: str, versions: dict[str, str], work_directory: Path) -> None
 
 def _build_command(tree: Path, sources_file: Path) -> list[str]:
     exclusions = [f"--dpkgopt=path-exclude=/usr/share/{name}/*" for name in ("doc", "info", "locale", "man")]
-    in_tree = 'chroot "$1"'
+    chroot_command = 'chroot "$1"'
     return [
         # In its own namespaces, mmdebstrap's mounts and processes end with it and do not keep mounts of the host busy.
         *("unshare", "--mount", "--propagation", "slave", "--pid", "--fork", "--kill-child"),
@@ -144,9 +144,9 @@ def _build_command(tree: Path, sources_file: Path) -> list[str]:
         f'--customize-hook=install -D -m 644 {FILES}/zfs.modprobe "$1"/etc/modprobe.d/zfs.conf',
         f'--customize-hook=install -m 755 {FILES}/init "$1"/usr/local/sbin/openzfs-init',
         '--customize-hook=mkdir -p "$1"/job',
-        f"--customize-hook={in_tree} sh -c 'modinfo -F version -k \"$(ls /lib/modules)\" zfs'",
+        f"--customize-hook={chroot_command} sh -c 'modinfo -F version -k \"$(ls /lib/modules)\" zfs'",
         # Compilers and sources are no longer needed: they make up three quarters of the image.
-        f"--customize-hook={in_tree} sh -c 'rm -rf /usr/src/* /var/lib/dkms /usr/lib/gcc*'",
+        f"--customize-hook={chroot_command} sh -c 'rm -rf /usr/src/* /var/lib/dkms /usr/lib/gcc*'",
         *("--", SUITE, str(tree), str(sources_file)),
     ]
 

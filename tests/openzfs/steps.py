@@ -20,7 +20,7 @@ class Step:
     name: str
     argv: tuple[str, ...]
     seconds: int
-    """Deadline, for an emulated processor on a machine with other work."""
+    """The deadline, which suffices for an emulated processor on a busy machine."""
     result: str = ""
     """The file with the outcome of each test, in the directory of results: JUnit's XML, or JSON."""
 
@@ -70,7 +70,7 @@ STEPS = (
 )
 
 
-def select(names: list[str]) -> list[Step]:
+def select_steps(names: list[str]) -> list[Step]:
     """Return the named steps, or all. Raises ValueError if a name is unknown."""
     known_names = [step.name for step in STEPS]
     for name in names:
@@ -80,7 +80,7 @@ def select(names: list[str]) -> list[Step]:
 
 
 def count_results(file: Path) -> dict[str, int]:
-    """Return the number of tests with each outcome. {}: the file is missing, because the step ended too early."""
+    """Return the number of tests with each outcome, or {} if the step ended before it wrote the file."""
     if not file.is_file():
         return {}
     return _count_junit(file) if file.suffix == ".xml" else _count_json(file)

@@ -1,4 +1,4 @@
-"""Compare what the gateway role removes with the documented layout of a state root."""
+"""Test that the gateway role removes every entry in the documented layout of a state root."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The unmodified, published ``cubesandbox`` client works with a live gateway."""
+"""Test that the unmodified, published ``cubesandbox`` client works with a live gateway."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Sandboxes, life cycles and snapshots work with the unmodified, published ``e2b`` client and a live gateway."""
+"""Test sandboxes, life cycles and snapshots with the unmodified, published ``e2b`` client and a live gateway."""
 
 from __future__ import annotations
 

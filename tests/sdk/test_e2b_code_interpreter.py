@@ -1,4 +1,4 @@
-"""The unmodified, published ``e2b_code_interpreter`` client works with a live gateway."""
+"""Test that the unmodified, published ``e2b_code_interpreter`` client works with a live gateway."""
 
 from __future__ import annotations
 

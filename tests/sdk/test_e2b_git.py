@@ -1,4 +1,4 @@
-"""The class `Git` of the unmodified ``e2b`` client runs git commands in a sandbox."""
+"""Test that the class `Git` of the unmodified ``e2b`` client runs git commands in a sandbox."""
 
 from __future__ import annotations
 

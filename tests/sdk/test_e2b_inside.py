@@ -1,4 +1,4 @@
-"""Commands, files and terminals in a sandbox work with the unmodified, published ``e2b`` client and a live gateway."""
+"""Test commands, files and terminals in a sandbox with the unmodified, published ``e2b`` client and a live gateway."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Every field that a published client can send is honoured, refused, or ignored for a documented reason.
+"""Test that every field that a published client can send is honoured, refused, or ignored for a documented reason.
 
 ``GROVE_WRITE_DOCS=1 ./dev test tests/sdk/test_fields.py`` writes the tables of fields to docs/.
 """

@@ -1,4 +1,4 @@
-"""The unmodified, published ``forkd`` client works with a live gateway."""
+"""Test that the unmodified, published ``forkd`` client works with a live gateway."""
 
 from __future__ import annotations
 
@@ -45,11 +45,11 @@ def controller(server: Server) -> Iterator[Controller]:
 
 
 @pytest.fixture
-def spawn(controller: Controller, server: Server) -> SpawnFunction:
-    def spawn_sandboxes(tag: str = server.template, **options: Any) -> list[str]:
+def spawn_sandboxes(controller: Controller, server: Server) -> SpawnFunction:
+    def spawn_tagged(tag: str = server.template, **options: Any) -> list[str]:
         return [sandbox["id"] for sandbox in controller.spawn_sandboxes(tag, **options)]
 
-    return spawn_sandboxes
+    return spawn_tagged
 
 
 def check_refused(status: int, call: Callable[..., object], *args: Any, **options: Any) -> str:
@@ -71,22 +71,22 @@ def run_shell(controller: Controller, sandbox_id: str, script: str) -> str:
     note="`prewarm`, `hugepages` and `per_child_netns` are ignored; `live_fork` is refused",
 )
 @covers("Controller.list_sandboxes", "Controller.get_sandbox", "Controller.kill_sandbox")
-def test_sandboxes_are_spawned_listed_and_killed(server, controller, spawn):
-    sandbox_ids = spawn(n=2, per_child_netns=True, prewarm=True, hugepages=True, memory_limit_mib=256)
+def test_sandboxes_are_spawned_listed_and_killed(server, controller, spawn_sandboxes):
+    sandbox_ids = spawn_sandboxes(n=2, per_child_netns=True, prewarm=True, hugepages=True, memory_limit_mib=256)
     sandbox = controller.get_sandbox(sandbox_ids[0])
     assert sandbox["snapshot_tag"] == server.template and sandbox["memory_limit_mib"] == 256
     assert sandbox["guest_addr"].endswith(":8888")
     assert [each["id"] for each in controller.list_sandboxes()] == sandbox_ids
-    assert "live_fork" in check_refused(400, spawn, live_fork=True)
-    assert "not found" in check_refused(404, spawn, "nothing")
+    assert "live_fork" in check_refused(400, spawn_sandboxes, live_fork=True)
+    assert "not found" in check_refused(404, spawn_sandboxes, "nothing")
     controller.kill_sandbox(sandbox_ids[0])
     assert [each["id"] for each in controller.list_sandboxes()] == sandbox_ids[1:]
     assert "not found" in check_refused(404, controller.get_sandbox, sandbox_ids[0])
 
 
 @pytest.mark.usefixtures("requires_memory")
-def test_a_memory_limit_other_than_the_snapshots_is_refused(spawn):
-    assert "256 MiB of memory" in check_refused(400, spawn, memory_limit_mib=512)
+def test_a_memory_limit_other_than_the_snapshots_is_refused(spawn_sandboxes):
+    assert "256 MiB of memory" in check_refused(400, spawn_sandboxes, memory_limit_mib=512)
 
 
 @covers(
@@ -94,8 +94,8 @@ def test_a_memory_limit_other_than_the_snapshots_is_refused(spawn):
     note="the exit code is 127 if the program does not exist, and 137 if it times out; `stderr` gives the reason",
 )
 @covers("Controller.ping_sandbox", note="`numpy_version` is always `None`")
-def test_exec_returns_output_and_exit_code(controller, spawn):
-    (sandbox_id,) = spawn()
+def test_exec_returns_output_and_exit_code(controller, spawn_sandboxes):
+    (sandbox_id,) = spawn_sandboxes()
     script = "import sys; print(2 + 2); print('ä', file=sys.stderr); sys.exit(3)"
     result = controller.exec_command(sandbox_id, ["python3", "-c", script])
     assert result == {"stdout": "4\n", "stderr": "ä\n", "exit_code": 3}
@@ -115,8 +115,8 @@ def test_exec_returns_output_and_exit_code(controller, spawn):
 
 
 @covers("Controller.eval_code", note="runs Python in the sandbox's interpreter")
-def test_eval_keeps_the_interpreters_state(controller, spawn):
-    (sandbox_id,) = spawn()
+def test_eval_keeps_the_interpreters_state(controller, spawn_sandboxes):
+    (sandbox_id,) = spawn_sandboxes()
     assert controller.eval_code(sandbox_id, "counter = 41")["error"] is None
     assert controller.eval_code(sandbox_id, "counter + 1") == {"result": "42", "error": None, "exit_code": 0}
     failed_result = controller.eval_code(sandbox_id, "1 / 0")
@@ -135,8 +135,8 @@ def test_eval_keeps_the_interpreters_state(controller, spawn):
 )
 @covers("Controller.list_snapshots", note="the list includes templates")
 @covers("Controller.delete_snapshot", note="fails with 409 while sandboxes made from the snapshot exist")
-def test_branches_contain_files(server, controller, spawn):
-    (source,) = spawn()
+def test_branches_contain_files(server, controller, spawn_sandboxes):
+    (source,) = spawn_sandboxes()
     earlier_tags = {snapshot["tag"] for snapshot in controller.list_snapshots()}
     run_shell(controller, source, "echo first >/root/state")
     first_branch = controller.branch_sandbox(source, tag="checkpoint-1", mode="full")
@@ -162,8 +162,8 @@ def test_branches_contain_files(server, controller, spawn):
     assert (
         current_tags - earlier_tags == {first_branch["tag"], second_branch["tag"]} and server.template in current_tags
     )
-    (child,) = spawn(first_branch["tag"])
-    (sibling,) = spawn(second_branch["tag"])
+    (child,) = spawn_sandboxes(first_branch["tag"])
+    (sibling,) = spawn_sandboxes(second_branch["tag"])
     assert [run_shell(controller, each, "cat /root/state") for each in (child, sibling)] == ["first\n", "second\n"]
     assert run_shell(controller, source, "cat /root/state") == "second\n"
     assert child in check_refused(409, controller.delete_snapshot, first_branch["tag"])
@@ -171,14 +171,14 @@ def test_branches_contain_files(server, controller, spawn):
     controller.delete_snapshot(first_branch["tag"])
     assert "not found" in check_refused(404, controller.delete_snapshot, first_branch["tag"])
     controller.kill_sandbox(source)
-    assert run_shell(controller, spawn(second_branch["tag"])[0], "cat /root/state") == "second\n", (
+    assert run_shell(controller, spawn_sandboxes(second_branch["tag"])[0], "cat /root/state") == "second\n", (
         "the snapshot outlives its source"
     )
 
 
-def test_invalid_branches_are_refused(server, controller, spawn):
+def test_invalid_branches_are_refused(server, controller, spawn_sandboxes):
     earlier_tags = [snapshot["tag"] for snapshot in controller.list_snapshots()]
-    (source,) = spawn()
+    (source,) = spawn_sandboxes()
     assert "mode live is not supported" in check_refused(400, controller.branch_sandbox, source, mode="live")
     assert "1 to 64" in check_refused(400, controller.branch_sandbox, source, tag="a b")
     for options in ({"diff": True, "measure_diff": True}, {"mode": "diff", "measure_diff": True}):
@@ -188,7 +188,7 @@ def test_invalid_branches_are_refused(server, controller, spawn):
     assert [snapshot["tag"] for snapshot in controller.list_snapshots()] == earlier_tags
 
 
-def test_only_one_of_two_concurrent_branches_gets_a_tag(controller, spawn):
+def test_only_one_of_two_concurrent_branches_gets_a_tag(controller, spawn_sandboxes):
     def try_branch(sandbox_id: str) -> int:
         try:
             controller.branch_sandbox(sandbox_id, tag="wanted")
@@ -197,11 +197,11 @@ def test_only_one_of_two_concurrent_branches_gets_a_tag(controller, spawn):
         return 201
 
     with ThreadPoolExecutor() as pool:
-        assert sorted(pool.map(try_branch, spawn(n=2))) == [201, 409]
+        assert sorted(pool.map(try_branch, spawn_sandboxes(n=2))) == [201, 409]
 
 
-def test_branch_numbers_survive_a_restart(server, controller, spawn):
-    (source,) = spawn()
+def test_branch_numbers_survive_a_restart(server, controller, spawn_sandboxes):
+    (source,) = spawn_sandboxes()
     for number in (1, 2):
         assert controller.branch_sandbox(source)["tag"] == f"branch-{source}-{number}"
         controller.delete_snapshot(f"branch-{source}-{number}")
@@ -211,18 +211,18 @@ def test_branch_numbers_survive_a_restart(server, controller, spawn):
 
 
 @pytest.mark.usefixtures("requires_memory")
-def test_grandchildren_keep_the_interpreters_state(controller, spawn):
-    (source,) = spawn()
+def test_grandchildren_keep_the_interpreters_state(controller, spawn_sandboxes):
+    (source,) = spawn_sandboxes()
     controller.eval_code(source, "import random; secret = random.random(); generation = 1")
     secret = controller.eval_code(source, "secret")["result"]
     controller.branch_sandbox(source, tag="one", mode="diff")
-    (child,) = spawn("one")
+    (child,) = spawn_sandboxes("one")
     controller.eval_code(child, "generation += 1")
     controller.branch_sandbox(child, tag="two", mode="full")
     controller.kill_sandbox(source)
     controller.kill_sandbox(child)
     controller.delete_snapshot("one")
-    for grandchild in spawn("two", n=2):
+    for grandchild in spawn_sandboxes("two", n=2):
         assert controller.eval_code(grandchild, "generation, secret")["result"] == f"(2, {secret})"
 
 
@@ -249,8 +249,8 @@ def test_the_command_creates_and_removes_a_sandbox(server, controller, target):
         Sandbox("nothing", target)
 
 
-def test_the_command_attaches_to_a_sandbox_of_the_controller(controller, spawn, target):
-    (sandbox_id,) = spawn()
+def test_the_command_attaches_to_a_sandbox_of_the_controller(controller, spawn_sandboxes, target):
+    (sandbox_id,) = spawn_sandboxes()
     with subprocess.Popen(["forkd", "attach", sandbox_id], stdout=subprocess.DEVNULL) as process:
         try:
             forkd_command.wait_until_listening(target)

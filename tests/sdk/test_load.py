@@ -1,4 +1,4 @@
-"""With twenty concurrent clients, each sandbox returns its own secret, nothing fails, and no connection stays open.
+"""Test twenty concurrent clients: each sandbox returns its own secret, nothing fails, and no connection stays open.
 
 ``GROVE_LOAD_SECONDS=120 ./dev test tests/sdk/test_load.py`` runs the test for two minutes.
 """

@@ -1,4 +1,4 @@
-"""Every public method of each client is tested or documented as missing.
+"""Test that every public method of each client is tested or documented as missing.
 
 ``GROVE_WRITE_DOCS=1 ./dev test tests/sdk/test_methods.py`` writes the tables of methods to docs/.
 """

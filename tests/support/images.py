@@ -155,7 +155,7 @@ def _wait_until_ready(url: str, process: subprocess.Popen[bytes], log: Path) -> 
             time.sleep(0.05)
 
 
-def push(layout: Path, reference: str, auth_file: Path | None = None) -> None:
+def push_image(layout: Path, reference: str, auth_file: Path | None = None) -> None:
     """Copy the image of a layout to a registry without HTTPS. ``reference``: HOST:PORT/NAME:TAG."""
     options = [f"--dest-authfile={auth_file}"] if auth_file else []
     argv = [

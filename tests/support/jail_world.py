@@ -232,7 +232,7 @@ class JailZfsWorld:
         rows = json.loads(run_shim("jls", "--libxo", "json", "-d", "name", "path"))["jail-information"]["jail"]
         return [row["name"] for row in rows if row["path"].startswith(f"{mount_point}/")]
 
-    def check_no_strays(self, engine: Engine, config: Config, when: str) -> None:
+    def check_no_strays(self, engine: Engine, config: Config, moment: str) -> None:
         traces = self.read_traces(config)
         sandboxes = list(engine.index.sandboxes.values())
         running_sandboxes = [sandbox for sandbox in sandboxes if sandbox.state is SandboxState.RUNNING]
@@ -240,21 +240,21 @@ class JailZfsWorld:
         mounted_names = {
             name for name in traces["datasets"] if f"{self.get_mount_point(config)}{name}" in traces["mounts"]
         }
-        assert {name for name in mounted_names if name.startswith("/sandboxes/")} == instance_datasets, when
+        assert {name for name in mounted_names if name.startswith("/sandboxes/")} == instance_datasets, moment
         volume_datasets = {each.host["dataset"].removeprefix(config.jail_zfs.dataset) for each in engine.volumes.list()}
-        assert {name for name in mounted_names if name.startswith("/volumes/")} == volume_datasets, when
+        assert {name for name in mounted_names if name.startswith("/volumes/")} == volume_datasets, moment
         expected_snapshots = {each.host["zfsSnapshot"].partition("@")[2] for each in engine.index.snapshots.values()}
-        assert traces["snapshots"] == expected_snapshots | set(engine.index.volume_snapshots), when
+        assert traces["snapshots"] == expected_snapshots | set(engine.index.volume_snapshots), moment
         expected_mounts = {
             (f"{self.get_mount_point(config)}/sandboxes/{sandbox.instance}{mount.path}", mount.volume, mount.read_only)
             for sandbox in running_sandboxes
             for mount in sandbox.mounts
         }
         mounts = self.list_volume_mounts(config)
-        assert mounts == expected_mounts, (when, mounts, expected_mounts)
+        assert mounts == expected_mounts, (moment, mounts, expected_mounts)
         for kind in ("jails", "epairs", "anchors", "identities"):
-            assert len(traces[kind]) == len(running_sandboxes), (when, kind, traces[kind])
-        assert len(traces["limits"]) == 5 * len(running_sandboxes), (when, traces["limits"])
+            assert len(traces[kind]) == len(running_sandboxes), (moment, kind, traces[kind])
+        assert len(traces["limits"]) == 5 * len(running_sandboxes), (moment, traces["limits"])
 
     def get_writable_directory(self, config: Config) -> Path:
         return self.get_mount_point(config)

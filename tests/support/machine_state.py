@@ -67,7 +67,7 @@ def _read_content(path: Path, status: os.stat_result) -> str:
     with path.open("rb") as file:
         for offset in _list_blocks(file.fileno()):
             block = os.pread(file.fileno(), _BLOCK_BYTES, offset)
-            if any(block):  # else it makes no difference whether the block is a hole
+            if any(block):  # otherwise, it makes no difference whether the block is a hole
                 digest.update(b"%d " % offset + block)
     return digest.hexdigest()
 

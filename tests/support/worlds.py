@@ -77,7 +77,7 @@ class World(Protocol):
     def clean_up(self, config: Config) -> None:
         """Remove everything that a stopped gateway without sandboxes has left on the machine."""
 
-    def check_no_strays(self, engine: Engine, config: Config, when: str) -> None:
+    def check_no_strays(self, engine: Engine, config: Config, moment: str) -> None:
         """Check that the machine has exactly the objects that the engine knows about."""
 
     def break_capture(self, host: Host, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -159,22 +159,22 @@ class KvmXfsWorld:
         asyncio.run(SlotPool(config.network).destroy())
         shutil.rmtree(config.host.state_root)
 
-    def check_no_strays(self, engine: Engine, config: Config, when: str) -> None:
+    def check_no_strays(self, engine: Engine, config: Config, moment: str) -> None:
         sandboxes, snapshots = engine.index.sandboxes.values(), engine.index.snapshots.values()
         running_sandboxes = [sandbox for sandbox in sandboxes if sandbox.state is SandboxState.RUNNING]
         mounted_volumes = {mount.volume for sandbox in running_sandboxes for mount in sandbox.mounts}
         traces = self.read_traces(config)
         disks = {f"sandboxes/{each.id}/{each.instance}" for each in sandboxes if not each.pause_snapshot}
-        assert traces["sandboxes"] == disks | {f"sandboxes/{each.id}/manifest.json" for each in sandboxes}, when
+        assert traces["sandboxes"] == disks | {f"sandboxes/{each.id}/manifest.json" for each in sandboxes}, moment
         template_kinds = (SnapshotKind.TEMPLATE, SnapshotKind.BASE)
         assert traces["snapshots"] == {
             f"snapshots/{each.id}" for each in snapshots if each.kind not in template_kinds
-        }, when
-        assert len(traces["processes"]) == len(running_sandboxes), (when, traces, sandboxes)
+        }, moment
+        assert len(traces["processes"]) == len(running_sandboxes), (moment, traces, sandboxes)
         volumes = {f"volumes/{each.id}" for each in engine.volumes.list()}
         captures = {f"volumes/{each.volume}/snapshots/{each.id}" for each in engine.index.volume_snapshots.values()}
-        assert traces["volumes"] == volumes | captures, when
-        assert traces["servers"] == mounted_volumes, when
+        assert traces["volumes"] == volumes | captures, moment
+        assert traces["servers"] == mounted_volumes, moment
         expected_groups = {
             f"{kind}/{name}"
             for kind, names in (
@@ -185,7 +185,7 @@ class KvmXfsWorld:
         }
         prefix = f"{config.network.prefix}-"
         found_groups = {"/".join(Path(each).parts[-2:]).replace(prefix, "") for each in traces["cgroups"]}
-        assert found_groups == expected_groups, when
+        assert found_groups == expected_groups, moment
 
     def break_capture(self, host: Host, monkeypatch: pytest.MonkeyPatch) -> None:
         def refuse(*args: Any) -> None:

@@ -57,7 +57,7 @@ _LINES = [
 @pytest.mark.parametrize("should_hang", [False, True], ids=["panics", "hangs"])
 def test_a_guest_that_ends_early_leaves_its_last_step_without_a_status(should_hang: bool) -> None:
     log: list[str] = []
-    assert lane.follow(_make_reader(_LINES, should_hang=should_hang), _STEPS, log.append) == {"first": (0, 12.0)}
+    assert lane.follow_output(_make_reader(_LINES, should_hang=should_hang), _STEPS, log.append) == {"first": (0, 12.0)}
     assert log == [f"{line}\n" for line in _LINES]
     assert not Outcome(_STEPS[1], None, 0.0, {}).is_success
 

@@ -97,5 +97,5 @@ def test_guides_have_no_findings(path: Path) -> None:
 
 
 def test_the_longest_matching_directory_is_used() -> None:
-    assert words.directory_of("a/b/c.py", ["a", "a/b", "x"]) == "a/b"
-    assert words.directory_of("ab/c.py", ["a"]) == ""
+    assert words.find_directory("a/b/c.py", ["a", "a/b", "x"]) == "a/b"
+    assert words.find_directory("ab/c.py", ["a"]) == ""

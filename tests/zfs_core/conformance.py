@@ -40,7 +40,7 @@ from tests.zfs_core.differences import DIFFERENCES, HANGING_TESTS
 _SUITE = "test_libzfs_core.py"
 _SECONDS_PER_TEST = 300
 _COMMAND_SECONDS = 120
-_PRIVATE = "--private-zfs-fuse"
+_PRIVATE_DAEMON_OPTION = "--private-zfs-fuse"
 """The option with which this program runs itself in namespaces with a zfs-fuse daemon."""
 
 
@@ -49,7 +49,7 @@ def main(argv: list[str]) -> int:
     parser.add_argument("directory", type=Path)
     parser.add_argument("--json", type=Path, help="write the outcome of each test to this file")
     parser.add_argument("--only", default="", help="run only tests whose name matches this regular expression")
-    parser.add_argument(_PRIVATE, action="store_true", help=argparse.SUPPRESS)
+    parser.add_argument(_PRIVATE_DAEMON_OPTION, action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args(argv)
     is_openzfs = Path("/dev/zfs").exists()
     if not is_openzfs and not options.private_zfs_fuse:
@@ -57,7 +57,7 @@ def main(argv: list[str]) -> int:
     with contextlib.nullcontext() if is_openzfs else _private_daemon():
         capabilities = zfs_core.detect_capabilities()
         results, seconds = _run_suite(options.directory, options.only)
-    kind, version = kind_of(capabilities), ".".join(map(str, capabilities.version)) or "of unknown version"
+    kind, version = get_kind(capabilities), ".".join(map(str, capabilities.version)) or "of unknown version"
     report = {"zfs": kind, "version": version, "seconds": round(seconds), "tests": results}
     if options.json:
         options.json.write_text(json.dumps(report, indent=1, sort_keys=True) + "\n")
@@ -70,7 +70,7 @@ def main(argv: list[str]) -> int:
     return 1 if problems or not counts["passed"] else 0
 
 
-def kind_of(capabilities: Capabilities) -> str:
+def get_kind(capabilities: Capabilities) -> str:
     """Return the key of ``differences.DIFFERENCES`` for the installed ZFS."""
     return "zfs-fuse" if capabilities == ZFS_FUSE_CAPABILITIES else "openzfs"
 
@@ -84,7 +84,7 @@ def find_problems(
 ) -> list[str]:
     """Return a sentence for each test that fails without explanation, or passes although its failure is explained.
 
-    Also for each explanation of a test that does not exist.
+    Also return one for each explanation of a test that does not exist.
     """
     problems = [
         f"{name}: is listed in differences.py, but the suite has no such test: remove it"
@@ -106,7 +106,7 @@ def _run_with_private_daemon(argv: list[str]) -> int:
 
     A test that makes the daemon hang does not disturb others.
     """
-    command = [sys.executable, "-m", "tests.zfs_core.conformance", *argv, _PRIVATE]
+    command = [sys.executable, "-m", "tests.zfs_core.conformance", *argv, _PRIVATE_DAEMON_OPTION]
     unshare = ["unshare", "--mount", "--propagation", "private", "--pid", "--fork", "--kill-child", "--mount-proc"]
     return subprocess.run([*unshare, "sh", "-c", '"$@"; exit $?', "sh", *command], check=False).returncode
 
@@ -132,7 +132,7 @@ def _private_daemon() -> Iterator[None]:
             pools.stop_daemon(pid_file)
 
 
-def _run_suite(directory: Path, only: str) -> tuple[dict[str, dict[str, Any]], float]:
+def _run_suite(directory: Path, name_pattern: str) -> tuple[dict[str, dict[str, Any]], float]:
     module = _import_suite(directory)
     functions = _find_functions(directory / _SUITE)
     if not zfs_core.detect_capabilities().bookmarks:
@@ -140,7 +140,7 @@ def _run_suite(directory: Path, only: str) -> tuple[dict[str, dict[str, Any]], f
             if test := getattr(module.ZFSTest, name, None):
                 setattr(module.ZFSTest, name, unittest.skip(reason)(test))
     suite = unittest.TestLoader().loadTestsFromModule(module)
-    tests = [test for group in suite for test in group if re.search(only, test.id())]
+    tests = [test for group in suite for test in group if re.search(name_pattern, test.id())]
     result = _Result()
     start = time.monotonic()
     unittest.TestSuite(tests).run(result)
@@ -179,7 +179,7 @@ def _skip_without_device() -> NoReturn:
 class _SubprocessForZfsFuse:
     """The module subprocess, without the options of ``zpool import`` that zfs-fuse lacks.
 
-    So the pool that should be read-only is not. Commands are repeated while a pool is busy.
+    Therefore, a pool that should be read-only is writable. Commands are repeated while a pool is busy.
     """
 
     def __getattr__(self, name: str) -> Any:
@@ -240,7 +240,7 @@ def _unmount(name: str, directory: str, is_clone: bool) -> None:
         try:
             zfs_core.unmount(name)
         except zfs_core.exceptions.DatasetBusy:
-            # A test that failed has a file open. A mount that is left would keep the pool busy for all later tests.
+            # A test that failed has a file open. A leftover mount would keep the pool busy for all later tests.
             _run("umount", "-l", directory)
         if is_clone:
             zfs_core.lzc_destroy(name, unmounted=True)

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-_BOTH = {
-    "test_set_readonly_prop": "zfs_core refuses to set a read-only property, which this test wants to be ignored",
+_COMMON_DIFFERENCES = {
+    "test_set_readonly_prop": "zfs_core refuses to set a read-only property; this test expects it to be ignored",
     "test_force_recv_full_already_existing_with_snapshots": (
         "`zfs receive -F` does not replace a filesystem that has snapshots"
     ),
@@ -11,20 +11,20 @@ _BOTH = {
 
 _NO_READ_ONLY_POOLS = "zfs-fuse cannot import a pool read-only"
 _NO_LATER_SNAPSHOTS = "`zfs receive -F` of zfs-fuse does not destroy snapshots that are later than the stream's base"
-_NO_OTHER_FILESYSTEM = "`zfs send -i` of zfs-fuse needs a base in the same filesystem"
-_OTHER_ORDER = "zfs-fuse checks the destination in another order, so it reports another reason"
+_SAME_FILESYSTEM_ONLY = "`zfs send -i` of zfs-fuse needs a base in the same filesystem"
+_DIFFERENT_ORDER = "zfs-fuse checks the destination in a different order, so it reports a different reason"
 _NO_OPTIONS = "`zfs receive` of zfs-fuse has no options for properties and origins"
 _NO_SEND_OPTIONS = "`zfs send` of zfs-fuse has no flags, and sends only snapshots"
 
 DIFFERENCES: dict[str, dict[str, str]] = {
     "openzfs": {
-        **_BOTH,
+        **_COMMON_DIFFERENCES,
         "test_force_recv_full_existing_modified_mounted_fs": (
             "`zfs receive -F` unmounts a filesystem before it replaces it, which fails while a file is open"
         ),
     },
     "zfs-fuse": {
-        **_BOTH,
+        **_COMMON_DIFFERENCES,
         **dict.fromkeys(
             ("test_create_fs_in_ro_pool", "test_recv_full_into_ro_pool", "test_snapshot_ro_pool"), _NO_READ_ONLY_POOLS
         ),
@@ -42,7 +42,7 @@ DIFFERENCES: dict[str, dict[str, str]] = {
                 "test_recv_incr_across_clone_branch_point_no_origin",
                 "test_send_incr_across_clone_branch_point",
             ),
-            _NO_OTHER_FILESYSTEM,
+            _SAME_FILESYSTEM_ONLY,
         ),
         **dict.fromkeys(
             (
@@ -52,17 +52,17 @@ DIFFERENCES: dict[str, dict[str, str]] = {
                 "test_recv_incremental_same_fs",
                 "test_recv_incremental_unrelated_fs",
             ),
-            _OTHER_ORDER,
+            _DIFFERENT_ORDER,
         ),
         **dict.fromkeys(
             ("test_recv_full_but_specify_origin", "test_recv_one_invalid_prop", "test_recv_one_props"), _NO_OPTIONS
         ),
         **dict.fromkeys(("test_send_filesystem", "test_send_flags"), _NO_SEND_OPTIONS),
-        "test_promote_too_long_snapname": "zfs-fuse promotes a clone although the name of a snapshot gets too long",
+        "test_promote_too_long_snapname": "zfs-fuse promotes a clone even if the name of a snapshot becomes too long",
     },
 }
 HANGING_TESTS = dict.fromkeys(
     ("test_force_recv_full_existing_modified_mounted_fs", "test_force_recv_incremental_modified_mounted_fs"),
-    "zfs-fuse hangs if it should replace a filesystem while a process has files in it open",
+    "zfs-fuse hangs when it replaces a filesystem in which a process has files open",
 )
 """Tests that zfs-fuse does not survive."""

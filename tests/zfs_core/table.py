@@ -45,7 +45,7 @@ def main(argv: Sequence[str]) -> None:
 
 
 def replace_section(text: str, name: str, content: str) -> str:
-    """Replace what is between ``<!-- NAME -->`` and ``<!-- /NAME -->``."""
+    """Replace the text between ``<!-- NAME -->`` and ``<!-- /NAME -->``."""
     pattern = re.compile(rf"(<!-- {name} -->\n).*?(<!-- /{name} -->)", re.DOTALL)
     if not pattern.search(text):
         raise ValueError(f"the page has no section {name}")
@@ -62,7 +62,7 @@ def list_functions() -> dict[str, Callable[..., Any]]:
     }
 
 
-def command_of(function: Callable[..., Any]) -> str:
+def find_command(function: Callable[..., Any]) -> str:
     """Return the command that the function's docstring names, or an empty text."""
     match = re.search(r"Command:\s+(``.+)$", inspect.getdoc(function) or "", re.DOTALL)
     return " ".join(match[1].split()).removesuffix(".").replace("``", "`") if match else ""
@@ -84,19 +84,19 @@ def format_functions(reports: Sequence[Mapping[str, Any]]) -> str:
     titles = [f"{_SECTIONS[report['zfs']]} {report['version']}" for report in reports]
     lines = [f"| function | command | {' | '.join(titles)} |", "|---" * (2 + len(titles)) + "|"]
     for name, function in sorted(list_functions().items()):
-        has_tests = any(name in _tested_functions(test) for report in reports for test in report["tests"].values())
+        has_tests = any(name in _find_tested_functions(test) for report in reports for test in report["tests"].values())
         cells = [_count_passed(report, name, "not run" if has_tests else "no test") for report in reports]
-        lines.append(f"| `{name}` | {command_of(function) or '-'} | {' | '.join(cells)} |")
+        lines.append(f"| `{name}` | {find_command(function) or '-'} | {' | '.join(cells)} |")
     return "\n".join(lines) + "\n"
 
 
-def _tested_functions(test: Mapping[str, Any]) -> set[str]:
+def _find_tested_functions(test: Mapping[str, Any]) -> set[str]:
     """Return the functions that a test calls, under their own names instead of aliases."""
     return {getattr(getattr(zfs_core, name, None), "__name__", name) for name in test["functions"]}
 
 
 def _count_passed(report: Mapping[str, Any], function: str, default: str) -> str:
-    outcomes = [test["outcome"] for test in report["tests"].values() if function in _tested_functions(test)]
+    outcomes = [test["outcome"] for test in report["tests"].values() if function in _find_tested_functions(test)]
     run_outcomes = [outcome for outcome in outcomes if outcome != "skipped"]
     if not run_outcomes or set(run_outcomes) == {"not supported"}:
         return "not supported" if run_outcomes else "skipped" if outcomes else default
@@ -115,7 +115,7 @@ def format_exceptions(reports: Sequence[Mapping[str, Any]]) -> str:
 
 
 def _shorten_reason(reason: str) -> str:
-    """Remove what differs between tests with the same reason: the line, the function and names of pools."""
+    """Remove the parts that differ between tests with the same reason: the line, the function and names of pools."""
     reason = re.sub(r" \(line \d+\)$", "", reason.removeprefix("NotImplementedError: "))
     reason = re.sub(r"^lzc_\w+: ", "", reason)
     return re.sub(r"'pool\.[^'/@]*", "'pool", reason).replace("|", "\\|")

@@ -1,4 +1,4 @@
-"""Each command of `lzc` on real ZFS: predicted, run, and run again."""
+"""Test each command of `lzc` on real ZFS: in check mode, in a real run, and in a repetition."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def list_names(root: str) -> list[str]:
     return pools.run("zfs", "list", "-H", "-r", "-t", "filesystem,snapshot", "-o", "name", root).stdout.split()
 
 
-def apply(lzc: Lzc, root: str, *argv: str) -> dict[str, Any]:
+def apply_command(lzc: Lzc, root: str, *argv: str) -> dict[str, Any]:
     """Predict a change, make it, and check that the prediction was right and a repetition changes nothing."""
     names = list_names(root)
     predicted_status, prediction = lzc("--check", *argv)
@@ -31,31 +31,31 @@ def apply(lzc: Lzc, root: str, *argv: str) -> dict[str, Any]:
     return result
 
 
-def test_filesystems_and_snapshots(lzc: Lzc, root: str, root_path: Path) -> None:
-    apply(lzc, root, "create", "--if-absent", "--parents", "--set", "atime=off", f"{root}/a/b")
+def test_filesystems_and_snapshots_can_be_managed(lzc: Lzc, root: str, root_path: Path) -> None:
+    apply_command(lzc, root, "create", "--if-absent", "--parents", "--set", "atime=off", f"{root}/a/b")
     assert (root_path / "a/b").is_mount()
     (root_path / "a/b/file").write_text("first")
-    apply(lzc, root, "snapshot", "--if-absent", "--recursive", f"{root}/a@one")
-    apply(lzc, root, "clone", "--if-absent", f"{root}/a/b@one", f"{root}/c")
+    apply_command(lzc, root, "snapshot", "--if-absent", "--recursive", f"{root}/a@one")
+    apply_command(lzc, root, "clone", "--if-absent", f"{root}/a/b@one", f"{root}/c")
     assert (root_path / "c/file").read_text() == "first"
-    apply(lzc, root, "set", "quota=64M", "backup:keep=yes", f"{root}/c")
+    apply_command(lzc, root, "set", "quota=64M", "backup:keep=yes", f"{root}/c")
     assert lzc("get", "quota", f"{root}/c")[1]["properties"][f"{root}/c"]["quota"]["value"] == str(64 << 20)
-    apply(lzc, root, "inherit", "backup:keep", f"{root}/c")
+    apply_command(lzc, root, "inherit", "backup:keep", f"{root}/c")
 
     (root_path / "a/b/file").write_text("second")
-    apply(lzc, root, "snapshot", "--if-absent", f"{root}/a/b@two")
+    apply_command(lzc, root, "snapshot", "--if-absent", f"{root}/a/b@two")
     refused_status, refused = lzc("rollback", f"{root}/a/b@one")
     assert (refused_status, refused["error"]["related"]) == (5, [f"{root}/a/b@two"])
-    apply(lzc, root, "rollback", "--destroy-newer", f"{root}/a/b@one")
+    apply_command(lzc, root, "rollback", "--destroy-newer", f"{root}/a/b@one")
     assert (root_path / "a/b/file").read_text() == "first"
     (root_path / "a/b/file").write_text("third")
-    apply(lzc, root, "rollback", f"{root}/a/b@one")
+    apply_command(lzc, root, "rollback", f"{root}/a/b@one")
     assert (root_path / "a/b/file").read_text() == "first"
 
     # zfs-fuse cannot rename a filesystem whose clones are mounted, so this precedes the promotion.
-    apply(lzc, root, "rename", "--if-present", f"{root}/c", f"{root}/d")
+    apply_command(lzc, root, "rename", "--if-present", f"{root}/c", f"{root}/d")
     assert (root_path / "d/file").read_text() == "first"
-    apply(lzc, root, "promote", f"{root}/d")
+    apply_command(lzc, root, "promote", f"{root}/d")
     listed = lzc("list", "--type", "snapshot", "--depth", "0", f"{root}/d")[1]
     assert listed["names"] == [f"{root}/d@one"]
 
@@ -64,17 +64,17 @@ def test_held_and_cloned_snapshots_are_not_destroyed(lzc: Lzc, root: str) -> Non
     lzc("create", "--parents", f"{root}/tree/a")
     lzc("snapshot", f"{root}/tree/a@one", f"{root}/tree@one")
     lzc("clone", f"{root}/tree/a@one", f"{root}/tree/clone")
-    apply(lzc, root, "hold", "--if-absent", "--recursive", "keep", f"{root}/tree@one")
+    apply_command(lzc, root, "hold", "--if-absent", "--recursive", "keep", f"{root}/tree@one")
     assert set(lzc("holds", f"{root}/tree/a@one")[1]["holds"][f"{root}/tree/a@one"]) == {"keep"}
     for names in ([f"{root}/tree/a@one"], ["--recursive", f"{root}/tree"]):
         status, result = lzc("destroy", *names)
         assert (status, result["error"]["kind"], result["changed"]) == (5, "in_use", False), result
-    apply(lzc, root, "destroy", "--if-present", "--defer", f"{root}/tree@one")
-    apply(lzc, root, "release", "--if-present", "--recursive", "keep", f"{root}/tree@one")
+    apply_command(lzc, root, "destroy", "--if-present", "--defer", f"{root}/tree@one")
+    apply_command(lzc, root, "release", "--if-present", "--recursive", "keep", f"{root}/tree@one")
     assert not lzc("exists", f"{root}/tree@one")[1]["exists"], "the hold was its last one"
     status, result = lzc("destroy", "--recursive", f"{root}/tree/a")
     assert (status, result["error"]["related"]) == (5, [f"{root}/tree/clone"])
-    result = apply(lzc, root, "destroy", "--if-present", "--recursive", f"{root}/tree")
+    result = apply_command(lzc, root, "destroy", "--if-present", "--recursive", f"{root}/tree")
     assert [change["name"].removeprefix(f"{root}/tree") for change in result["changes"]] == [
         "/clone",
         "/a@one",
@@ -83,17 +83,17 @@ def test_held_and_cloned_snapshots_are_not_destroyed(lzc: Lzc, root: str) -> Non
     ]
 
 
-def test_streams_between_filesystems(lzc: Lzc, lzc_path: Path, root: str, root_path: Path, tmp_path: Path) -> None:
+def test_streams_are_sent_and_received(lzc: Lzc, lzc_path: Path, root: str, root_path: Path, tmp_path: Path) -> None:
     lzc("create", f"{root}/a")
     (root_path / "a/file").write_text("first")
     lzc("snapshot", f"{root}/a@one")
     receiver = ("--", str(lzc_path), "receive", "--if-absent")
-    apply(lzc, root, "send", f"{root}/a@one", *receiver, f"{root}/copy@one")
+    apply_command(lzc, root, "send", f"{root}/a@one", *receiver, f"{root}/copy@one")
     (root_path / "a/file").write_text("second")
     lzc("snapshot", f"{root}/a@two")
     file = tmp_path / "stream"
     assert lzc("send", "--from", f"{root}/a@one", f"{root}/a@two", "--file", str(file))[0] == 0
-    apply(lzc, root, "receive", "--if-absent", "--file", str(file), f"{root}/copy@two")
+    apply_command(lzc, root, "receive", "--if-absent", "--file", str(file), f"{root}/copy@two")
     status, result = lzc("receive", "--file", str(file), f"{root}/copy@three")
     assert (status, result["error"]["kind"]) == (7, "stream"), result
     lzc("snapshot", f"{root}/copy@local")
@@ -106,7 +106,7 @@ def test_streams_between_filesystems(lzc: Lzc, lzc_path: Path, root: str, root_p
     if not detect_capabilities().receive_options:
         assert lzc(*forced, "--destroy-newer")[0] == 8
         assert lzc("rollback", "--destroy-newer", f"{root}/copy@one")[0] == 0
-    apply(lzc, root, *forced, "--destroy-newer")
+    apply_command(lzc, root, *forced, "--destroy-newer")
     snapshots = lzc("list", "--type", "snapshot", f"{root}/copy")[1]["names"]
     assert snapshots == [f"{root}/copy@one", f"{root}/copy@three"]
     assert lzc("send", f"{root}/a@two", "--file", str(tmp_path / "whole"))[0] == 0

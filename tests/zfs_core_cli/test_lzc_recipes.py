@@ -1,4 +1,4 @@
-"""The five playbooks in playbooks/lzc on real ZFS: in check mode, for real, and again without a change.
+"""Test the five playbooks in playbooks/lzc on real ZFS: in check mode, in a real run, and in a repetition.
 
 zfs-fuse cannot continue interrupted transfers; test_an_interrupted_transfer_continues runs only on OpenZFS.
 """
@@ -77,7 +77,7 @@ def test_each_recipe_is_tested_and_documented() -> None:
     assert set(re.findall(r'recipe\(\s*"(\w+)"', Path(__file__).read_text())) == names
 
 
-def test_snapshots_with_retention(recipe: Recipe, lzc: Lzc, root: str) -> None:
+def test_only_the_newest_snapshots_are_kept(recipe: Recipe, lzc: Lzc, root: str) -> None:
     lzc("create", f"{root}/below")
     for day in ("01", "02", "03"):
         lzc("snapshot", "--recursive", f"{root}@daily-2026-11-{day}")
@@ -93,7 +93,7 @@ def test_snapshots_with_retention(recipe: Recipe, lzc: Lzc, root: str) -> None:
 
 
 @pytest.mark.slow
-def test_a_clone_for_a_test(recipe: Recipe, lzc: Lzc, root: str, root_path: Path) -> None:
+def test_a_clone_is_created_and_removed(recipe: Recipe, lzc: Lzc, root: str, root_path: Path) -> None:
     lzc("create", f"{root}/data")
     (root_path / "data/file").write_text("data")
     variables = {"zfs_dataset": f"{root}/data", "zfs_clone": f"{root}/test"}
@@ -104,7 +104,7 @@ def test_a_clone_for_a_test(recipe: Recipe, lzc: Lzc, root: str, root_path: Path
     assert lzc("list", "--type=filesystem,snapshot", root)[1]["names"] == [root, f"{root}/data"]
 
 
-def test_replication(recipe: Recipe, lzc: Lzc, lzc_path: Path, root: str, root_path: Path) -> None:
+def test_changes_are_replicated(recipe: Recipe, lzc: Lzc, lzc_path: Path, root: str, root_path: Path) -> None:
     lzc("create", f"{root}/data")
     (root_path / "data/file").write_text("first")
     variables = {"zfs_dataset": f"{root}/data", "zfs_copy": f"{root}/copy", "zfs_receiver": [str(lzc_path)]}
@@ -141,7 +141,7 @@ def test_an_interrupted_transfer_continues(
 
 
 @pytest.mark.slow
-def test_a_hold_before_an_upgrade(recipe: Recipe, lzc: Lzc, root: str) -> None:
+def test_a_snapshot_is_held_and_released(recipe: Recipe, lzc: Lzc, root: str) -> None:
     lzc("create", f"{root}/var")
     variables = {"zfs_dataset": root, "zfs_tag": "14.2"}
     assert len(recipe("hold_before_upgrade", **variables)) == 2
@@ -150,7 +150,7 @@ def test_a_hold_before_an_upgrade(recipe: Recipe, lzc: Lzc, root: str) -> None:
     assert lzc("list", "--type=snapshot", root)[1]["names"] == []
 
 
-def test_a_rollback(recipe: Recipe, lzc: Lzc, root: str, root_path: Path) -> None:
+def test_a_dataset_is_rolled_back(recipe: Recipe, lzc: Lzc, root: str, root_path: Path) -> None:
     (root_path / "file").write_text("first")
     lzc("snapshot", f"{root}@before")
     (root_path / "file").write_text("second")

@@ -294,7 +294,9 @@ def lzc_snaprange_space(firstsnap: Name, lastsnap: Name) -> int:
     earlier snapshot of the same filesystem, or the same snapshot. Command: ``zfs destroy -d -n -v -p FIRST%LAST``.
     """
     if not detect_capabilities().bookmarks:
-        raise NotImplementedError("lzc_snaprange_space: this version of ZFS cannot calculate the space of snapshots")
+        raise NotImplementedError(
+            "lzc_snaprange_space: this version of ZFS cannot calculate the space used by snapshots"
+        )
     first, last = validate_snapshot_name(firstsnap), validate_snapshot_name(lastsnap)
     if pool_of(first) != pool_of(last):
         raise PoolsDiffer(last)

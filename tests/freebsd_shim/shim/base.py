@@ -260,7 +260,7 @@ def read_knob(name: str) -> str:
     return str(load("knobs", {}).get(name, KNOBS[name]))
 
 
-def osreldate() -> int:
+def read_osreldate() -> int:
     return int(read_knob("kern.osreldate"))
 
 

@@ -72,7 +72,7 @@ def format_vnode(path: str, devices: set[int], nodes: dict[int, str]) -> str:
     except OSError:
         return ""
     try:
-        node = nodes.get(mount_.mount_number_of(f"/proc/self/fdinfo/{fd}"))
+        node = nodes.get(mount_.read_mount_number(f"/proc/self/fdinfo/{fd}"))
     finally:
         os.close(fd)
     if node is None:

@@ -71,7 +71,7 @@ class InterfaceChange:
         self.alias = 0  # doalias: 1 alias, -1 -alias
         self.prefix: int | None = None
 
-    def link(self) -> net.Link:
+    def get_link(self) -> net.Link:
         link = self.net.find_link(self.name)
         if link is None:
             raise base.errx(1, f"interface {self.name} does not exist")
@@ -108,7 +108,7 @@ def main(argv: list[str]) -> int:
 def open_jail_netlink(key: str) -> net.NetlinkSocket:
     """Open a socket in the vnet of a jail (-j). On failure, exit with jail_getid()'s error, like Perror()."""
     try:
-        return net.open_netlink(prison.find(key)["holder"])
+        return net.open_netlink(prison.find_jail(key)["holder"])
     except prison.JailError:
         raise base.err(1, "jail not found", errno.ENOENT) from None
 
@@ -120,7 +120,7 @@ def handle_interface(netlink: net.NetlinkSocket, name: str, words: list[str]) ->
         if keyword in ("create", "plumb"):
             if len(name) >= NAME_SIZE:
                 raise base.errx(1, f"{name}: cloning name too long")
-            return apply_parameters(netlink, name, words[1:], "", create=True)
+            return apply_parameters(netlink, name, words[1:], "", should_create=True)
         if keyword == "-vnet":
             if len(name) >= NAME_SIZE:
                 raise base.errx(1, f"{name}: interface name too long")
@@ -139,13 +139,13 @@ def handle_interface(netlink: net.NetlinkSocket, name: str, words: list[str]) ->
 
 
 def apply_parameters(
-    netlink: net.NetlinkSocket, name: str, words: list[str], family: str, *, create: bool = False
+    netlink: net.NetlinkSocket, name: str, words: list[str], family: str, *, should_create: bool = False
 ) -> int:
     """Apply the parameters in order, but addresses last. At the end, print the interface's name if it has changed."""
     change = InterfaceChange(netlink, name, family)
     try:
         with base.locked():
-            if create:
+            if should_create:
                 create_interface(change)
                 if words and words[0] in FAMILIES:
                     change.family, words = words[0], words[1:]
@@ -153,7 +153,9 @@ def apply_parameters(
             while index < len(words):
                 index += apply_parameter(change, words, index)
             apply_addresses(change)
-            if "destroy" not in words and (create or change.family in ETHER_FAMILIES or {"name", "addm"} & set(words)):
+            if "destroy" not in words and (
+                should_create or change.family in ETHER_FAMILIES or {"name", "addm"} & set(words)
+            ):
                 refresh_member_rules(change)
     finally:
         if change.name_to_print:
@@ -163,7 +165,7 @@ def apply_parameters(
 
 def refresh_member_rules(change: InterfaceChange) -> None:
     """Load pf's rules again, because those on bridge members depend on the interfaces' names and Ethernet addresses."""
-    link = change.link()
+    link = change.get_link()
     if link.driver == "bridge" or link.master:
         pf_nft.apply_ruleset(pf_nft.load_state())
 
@@ -184,7 +186,7 @@ def apply_parameter(change: InterfaceChange, words: list[str], index: int) -> in
     if word in ("up", "down"):
         set_link_state(change, word == "up")
     elif word in ("staticarp", "-staticarp"):
-        static_arp.set_enabled(change.link().name, word == "staticarp")
+        static_arp.set_enabled(change.get_link().name, word == "staticarp")
     elif word in ("destroy", "unplumb"):
         destroy_interface(change)
     elif word in ("alias", "add"):
@@ -218,7 +220,7 @@ def apply_argument(change: InterfaceChange, word: str, value: str) -> None:
     elif word == "prefixlen":
         change.prefix = int(value) if value.isdigit() else -1
     elif word == "mtu":
-        link = change.link()
+        link = change.get_link()
         try_or_exit("ioctl SIOCSIFMTU (set mtu)", lambda: set_mtu(change, link.index, value))
     elif word == "vnet":
         move_to_jail(change, value)
@@ -311,7 +313,7 @@ def record_interface(interface: str, exists: bool) -> None:
 
 def destroy_interface(change: InterfaceChange) -> None:
     """Destroy a cloned interface. Destroying one end of an epair also destroys the other. See if_clone_destroy()."""
-    link = change.link()
+    link = change.get_link()
     if not link.driver:
         raise base.err(1, "SIOCIFDESTROY", errno.EINVAL)
     try_or_exit("SIOCIFDESTROY", lambda: change.net.delete_link(link.index))
@@ -325,7 +327,7 @@ def destroy_interface(change: InterfaceChange) -> None:
 def rename_interface(change: InterfaceChange, name: str) -> None:
     """Rename an interface. The name must be unique and 1 to 15 characters long. See SIOCSIFNAME in sys/net/if.c."""
     operation = "ioctl SIOCSIFNAME (set name)"
-    link = change.link()
+    link = change.get_link()
     if len(name.encode()) >= NAME_SIZE:
         raise base.err(1, operation, errno.ENAMETOOLONG)
     if not name or name == "lo0" or link.linux_name == "lo":
@@ -345,12 +347,12 @@ def set_name(change: InterfaceChange, link: net.Link, name: str) -> None:
     except OSError as error:
         if error.errno != errno.EBUSY or not link.flags & net.IFF_UP:
             raise
-        change.net.change_link(link.index, up=False)  # Older kernels cannot rename an interface that is up.
-        change.net.change_link(link.index, net.pack_string(net.LINK_NAME, name), up=True)
+        change.net.change_link(link.index, is_up=False)  # Older kernels cannot rename an interface that is up.
+        change.net.change_link(link.index, net.pack_string(net.LINK_NAME, name), is_up=True)
 
 
 def set_alias_data(change: InterfaceChange, *, description: str | None = None, groups: list[str] | None = None) -> None:
-    link = change.link()
+    link = change.get_link()
     if description is not None:
         link.description = description
     if groups is not None:
@@ -370,21 +372,21 @@ def add_group(change: InterfaceChange, name: str) -> None:
         raise base.errx(1, "setifgroup: group names may not end in a digit")
     if len(name) >= NAME_SIZE:
         raise base.errx(1, "setifgroup: group name too long")
-    groups = change.link().groups
+    groups = change.get_link().groups
     if name not in groups:  # "if (… && errno != EEXIST) err"
         set_alias_data(change, groups=[*groups, name])
 
 
 def remove_group(change: InterfaceChange, name: str) -> None:
-    groups = change.link().groups
+    groups = change.get_link().groups
     if name not in groups:
         raise base.err(1, " SIOCDIFGROUP", errno.ENOENT)
     set_alias_data(change, groups=[each for each in groups if each != name])
 
 
 def set_link_state(change: InterfaceChange, is_up: bool) -> None:
-    link = change.link()
-    try_or_exit("up" if is_up else "down", lambda: change.net.change_link(link.index, up=is_up))
+    link = change.get_link()
+    try_or_exit("up" if is_up else "down", lambda: change.net.change_link(link.index, is_up=is_up))
     if is_up and link.flags & net.IFF_LOOPBACK and not link.flags & net.IFF_UP and change.name == "lo0":
         # Linux adds 127.0.0.1 to a loopback interface that is set up; on FreeBSD it has only configured addresses.
         remove_loopback_address(change, link)
@@ -401,13 +403,13 @@ def remove_loopback_address(change: InterfaceChange, link: net.Link) -> None:
 
 def find_jail(key: str) -> prison.Jail:
     try:
-        return prison.find(key)
+        return prison.find_jail(key)
     except prison.JailError as error:
         raise base.errx(1, str(error)) from None
 
 
 def move_to_jail(change: InterfaceChange, key: str) -> None:
-    jail, link = find_jail(key), change.link()
+    jail, link = find_jail(key), change.get_link()
     # "Do not try to move the iface from and to the same prison", nor to an existing name: EEXIST
     if not jail["vnet"] or net.open_netlink(jail["holder"]).find_link(link.name) is not None:
         raise base.err(1, "SIOCSIFVNET", errno.EEXIST)
@@ -438,7 +440,7 @@ MEMBER_FLAGS = {"private": net.BRPORT_ISOLATED, "learn": net.BRPORT_LEARNING, "d
 
 
 def change_bridge(change: InterfaceChange, word: str, value: str) -> None:
-    bridge, member = change.link(), change.net.find_link(value)
+    bridge, member = change.get_link(), change.net.find_link(value)
     ioctl_name = {"addm": "BRDGADD", "deletem": "BRDGDEL"}.get(word, "")
     operation = f"{ioctl_name} {value}" if ioctl_name else "unable to get bridge flags"
     if bridge.driver != "bridge":
@@ -472,7 +474,7 @@ def add_static_bridge_address(change: InterfaceChange, member_name: str, mac_tex
     if mac is None:
         raise base.errx(1, f"{member_name}: invalid address: {mac_text}")
     operation = f"BRDGSADDR {member_name}"
-    bridge, member = change.link(), change.net.find_link(member_name)
+    bridge, member = change.get_link(), change.net.find_link(member_name)
     if bridge.driver != "bridge":
         raise base.err(1, operation, errno.EINVAL)
     if member is None or member.master != bridge.index:
@@ -502,7 +504,7 @@ def apply_addresses(change: InterfaceChange) -> None:
         if change.alias < 0 or change.netmask or change.prefix is not None:
             raise base.unsupported("a mask, or -alias, without an address")
         return
-    link = change.link()
+    link = change.get_link()
     if change.family in ETHER_FAMILIES:
         mac = parse_mac(change.address)
         try_or_exit(
@@ -525,7 +527,7 @@ def apply_addresses(change: InterfaceChange) -> None:
         change.net.change_address(
             net.DELADDR, link.index, family, existing_addresses[0].prefix, existing_addresses[0].address
         )
-    broadcast = broadcast_of(change, address, prefix) if family == _socket.AF_INET else b""
+    broadcast = compute_broadcast(change, address, prefix) if family == _socket.AF_INET else b""
     is_loopback = bool(link.flags & net.IFF_LOOPBACK)
     try_or_exit(
         "ioctl (SIOCAIFADDR)",
@@ -534,7 +536,7 @@ def apply_addresses(change: InterfaceChange) -> None:
         ),
     )
     if not link.flags & net.IFF_UP:  # Setting an address sets the interface up: ether_ioctl(SIOCSIFADDR).
-        change.net.change_link(link.index, up=True)
+        change.net.change_link(link.index, is_up=True)
         if is_loopback and address != b"\x7f\0\0\1":
             remove_loopback_address(change, link)
 
@@ -585,7 +587,7 @@ def parse_mask(text: str) -> int:
     raise base.errx(1, f"{text}: bad value")
 
 
-def broadcast_of(change: InterfaceChange, address: bytes, prefix: int) -> bytes:
+def compute_broadcast(change: InterfaceChange, address: bytes, prefix: int) -> bytes:
     if change.broadcast:
         try:
             return bytes(_socket.inet_aton(change.broadcast))
@@ -644,7 +646,7 @@ FLAGS = [
 ]
 
 
-def flags_of(link: net.Link) -> int:
+def compute_flags(link: net.Link) -> int:
     is_up = bool(link.flags & net.IFF_UP)
     flags = (0x1 | 0x40 if is_up else 0) | 0x8000 | (0x8 if link.flags & net.IFF_LOOPBACK else 0x2 | 0x800)
     flags |= 0x100 if link.master else 0
@@ -659,7 +661,7 @@ def show_interfaces(netlink: net.NetlinkSocket, links: list[net.Link], names: li
     for link in links:
         if link.name not in names:
             continue
-        flags = flags_of(link)
+        flags = compute_flags(link)
         flag_names = ",".join(flag_name for bit, flag_name in FLAGS if flags & bit)
         base.print_line(f"{link.name}: flags={flags:x}<{flag_names}> metric 0 mtu {link.mtu}")
         if link.description:

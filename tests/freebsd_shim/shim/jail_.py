@@ -137,7 +137,7 @@ class JailConfig:
         """Return the running jail with this jid or name, or None if there is none. See running_jid()."""
         key = self.get_last_value("jid") or self.get_last_value("name")
         try:
-            return prison.find(key) if key else None
+            return prison.find_jail(key) if key else None
         except prison.JailError:
             return None
 
@@ -174,7 +174,7 @@ def main(argv: list[str]) -> int:
         base.warnx("the 'allow.dying' parameter and '-d' flag are deprecated and have no effect.")
     verbosity = -1 if "i" in option_letters or "q" in option_letters else 0
     if operations and operations <= {"r", "R"}:
-        return stop(arguments, may_use_jail_conf, "R" in operations, verbosity)
+        return stop_jails(arguments, may_use_jail_conf, "R" in operations, verbosity)
     if not operations:
         if len(arguments) < 4 or not arguments[0].startswith("/"):
             raise base.usage(USAGE)
@@ -189,8 +189,8 @@ def main(argv: list[str]) -> int:
     try:
         collect_settings(config, arguments)
         if operations == {"c"}:
-            return start(config, "i" in option_letters)
-        return update(config)
+            return start_jail(config, "i" in option_letters)
+        return update_jail(config)
     except StepFailed:
         return 1
 
@@ -207,7 +207,7 @@ def collect_settings(config: JailConfig, words: list[str]) -> None:
 # ---- jail -c ----------------------------------------------------------------------------------------------------
 
 
-def start(config: JailConfig, print_jid: bool) -> int:
+def start_jail(config: JailConfig, should_print_jid: bool) -> int:
     """Run the steps of startcommands[]. If one fails, undo it and the previous ones in reverse order."""
     config.check_settings()
     if config.find_running() is not None:
@@ -216,12 +216,12 @@ def start(config: JailConfig, print_jid: bool) -> int:
     steps = [
         ("mount", lambda value: mount_fstab_line(config, value)),
         ("mount.devfs", lambda _: mount_devfs(config)),
-        ("exec.prestart", lambda value: run_command(config, value, inside=False)),
-        ("", lambda _: create_jail(config, print_jid)),
+        ("exec.prestart", lambda value: run_command(config, value, in_jail=False)),
+        ("", lambda _: create_jail(config, should_print_jid)),
         ("vnet.interface", lambda value: move_interface(config, value)),
-        ("exec.start", lambda value: run_command(config, value, inside=True)),
+        ("exec.start", lambda value: run_command(config, value, in_jail=True)),
         ("command", lambda _: run_command_parameter(config)),
-        ("exec.poststart", lambda value: run_command(config, value, inside=False)),
+        ("exec.poststart", lambda value: run_command(config, value, in_jail=False)),
     ]
     completed_steps: list[tuple[str, str]] = []
     try:
@@ -293,7 +293,7 @@ def check_path(config: JailConfig, name: str, path: str) -> None:
             raise StepFailed
 
 
-def create_jail(config: JailConfig, print_jid: bool) -> None:
+def create_jail(config: JailConfig, should_print_jid: bool) -> None:
     """Create the jail. See create_jail() in jail.c."""
     path = config.get_last_value("path")
     if path is not None:
@@ -312,7 +312,7 @@ def create_jail(config: JailConfig, print_jid: bool) -> None:
     except prison.JailError as error:
         base.warnx(str(error))
         raise StepFailed from None
-    if print_jid:
+    if should_print_jid:
         base.print_line(str(config.jail["jid"]))
         sys.stdout.flush()
 
@@ -342,7 +342,7 @@ def run_shim_command(main_function: object, prog: str, display_name: str, argume
         raise StepFailed
 
 
-def run_command(config: JailConfig, line: str, *, inside: bool) -> None:
+def run_command(config: JailConfig, line: str, *, in_jail: bool) -> None:
     """Run a command, using a shell only if necessary. See run_command() in command.c.
 
     If "&" at the end is the only special character, run the command in the background without a shell.
@@ -352,19 +352,19 @@ def run_command(config: JailConfig, line: str, *, inside: bool) -> None:
     plain_words = (line[:index] if background else line).split()
     words = ["/bin/sh", "-c", line] if index >= 0 and not background else plain_words
     if words:
-        execute(config, words, inside=inside, background=background)
+        execute_command(config, words, in_jail=in_jail, background=background)
 
 
 def run_command_parameter(config: JailConfig) -> None:
-    execute(config, config.settings["command"], inside=True, background=False)
+    execute_command(config, config.settings["command"], in_jail=True, background=False)
 
 
-def execute(config: JailConfig, words: list[str], *, inside: bool, background: bool) -> None:
+def execute_command(config: JailConfig, words: list[str], *, in_jail: bool, background: bool) -> None:
     timeout = int(config.get_last_value("exec.timeout") or 0)
     display_name = " ".join(words)
     child = os.fork()
     if child == 0:
-        run_in_child(config, words, inside, background)
+        run_in_child(config, words, in_jail, background)
     if background:
         return
     status = wait_for_child(child, timeout)
@@ -396,7 +396,7 @@ def wait_for_child(child: int, timeout: int) -> int | None:
     return os.waitpid(child, 0)[1] if events else None
 
 
-def run_in_child(config: JailConfig, words: list[str], inside: bool, background: bool) -> None:
+def run_in_child(config: JailConfig, words: list[str], in_jail: bool, background: bool) -> None:
     """Run a command in the forked child. Never returns. See run_command() in command.c."""
     from shim import jexec_
 
@@ -404,9 +404,9 @@ def run_in_child(config: JailConfig, words: list[str], inside: bool, background:
     try:
         if background:
             os.setsid()
-        if inside:
+        if in_jail:
             assert config.jail is not None
-            child = prison.attach(config.jail, end_with_caller=not background)
+            child = prison.attach_to_jail(config.jail, dies_with_caller=not background)
             if child:
                 jexec_.proxy_process(child)
             if background and os.fork():
@@ -463,7 +463,7 @@ def clear_persist(config: JailConfig) -> None:
 # ---- jail -m ----------------------------------------------------------------------------------------------------
 
 
-def update(config: JailConfig) -> int:
+def update_jail(config: JailConfig) -> int:
     """Change the parameters of a running jail. See rdtun_params() and jail_set(JAIL_UPDATE)."""
     config.check_settings()
     jail = config.find_running()
@@ -512,7 +512,7 @@ def rename_host(jail: prison.Jail, hostname: str) -> None:
 # ---- jail -r, -R ------------------------------------------------------------------------------------------------
 
 
-def stop(names: list[str], may_use_jail_conf: bool, force: bool, verbosity: int) -> int:
+def stop_jails(names: list[str], may_use_jail_conf: bool, force: bool, verbosity: int) -> int:
     """Remove jails. Without jail.conf, jail(8) no longer knows exec.stop, so -r and -R do the same."""
     if not may_use_jail_conf or not names:
         raise base.usage(USAGE)
@@ -526,13 +526,15 @@ def stop(names: list[str], may_use_jail_conf: bool, force: bool, verbosity: int)
             jails += [jail for jail in prison.load_state()["jails"] if force and not jail["dying"]]
             continue
         try:
-            jails.append(prison.find(name, include_dying=True))
+            jails.append(prison.find_jail(name, include_dying=True))
         except prison.JailError:
             base.warnx(f'"{name}" not found')
             status = 1
     for jail in jails:
         if not jail["dying"]:
-            prison.terminate(jail, 10)  # DEFAULT_STOP_TIMEOUT, because stop.timeout is not stored in the kernel.
+            prison.terminate_processes(
+                jail, 10
+            )  # DEFAULT_STOP_TIMEOUT, because stop.timeout is not stored in the kernel.
             prison.remove(jail)
         if should_show_names and verbosity == 0:
             base.print_line(f"{jail['name']}: removed")

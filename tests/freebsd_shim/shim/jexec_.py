@@ -43,7 +43,7 @@ def find_user(name: str) -> User:
     raise base.errx(1, f"{name}: no such user" if name else f"unknown uid: {os.getuid()}")
 
 
-def groups_of(user: User) -> list[int]:
+def find_group_ids(user: User) -> list[int]:
     group_ids = [user.gid]
     try:
         with open("/etc/group") as file:
@@ -68,13 +68,13 @@ def main(argv: list[str]) -> int:
     user = groups = None
     if "u" in values or (clean_environment and "U" not in values):
         user = find_user(values.get("u", ""))  # "User info from the home environment"
-        groups = groups_of(user)
+        groups = find_group_ids(user)
     try:
-        jail = prison.find(arguments[0])
+        jail = prison.find_jail(arguments[0])
     except prison.JailError as error:
         raise base.errx(1, str(error)) from None
     old_mask = _signal.pthread_sigmask(_signal.SIG_BLOCK, FORWARDED_SIGNALS)
-    child = prison.attach(jail)
+    child = prison.attach_to_jail(jail)
     if child:
         proxy_process(child)
     _signal.pthread_sigmask(_signal.SIG_SETMASK, old_mask)
@@ -84,7 +84,7 @@ def main(argv: list[str]) -> int:
         raise base.err(1, f"chdir(): {directory}", error.errno or 0) from None
     if "U" in values:
         user = find_user(values["U"])  # "User info from the jail environment"
-        groups = groups_of(user)
+        groups = find_group_ids(user)
     if user is not None:
         switch_user(user, groups or [], clean_environment, "u" in values or "U" in values, keep_directory="d" in values)
     words = arguments[1:] or [os.environ.get("SHELL", "/bin/sh"), "-i"]

@@ -35,7 +35,7 @@ def format_value(jail: prison.Jail, name: str) -> str:
     elif parameter == "dying":
         result = bool(jail["dying"])
     elif parameter in ("osrelease", "osreldate"):
-        osreldate = base.osreldate()
+        osreldate = base.read_osreldate()
         release = f"{osreldate // 100000}.{osreldate // 1000 % 100}-RELEASE"
         result = jail["params"].get(parameter, osreldate if parameter == "osreldate" else release)
     elif parameter in ("ip4", "ip6"):
@@ -77,7 +77,7 @@ def main(argv: list[str]) -> int:
         key = dict(options).get("j")
         include_dying = bool(option_letters & {"a", "d"})
         if key is not None:
-            jails = [prison.find(key, include_dying=include_dying)]
+            jails = [prison.find_jail(key, include_dying=include_dying)]
         else:
             jails = [jail for jail in prison.load_state()["jails"] if include_dying or not jail["dying"]]
     except prison.JailError as error:

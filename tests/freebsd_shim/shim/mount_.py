@@ -273,7 +273,7 @@ def bind_mount(source: str, node: str, attributes: int) -> tuple[str, int]:
     target_fd = os.open(node, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
     mount_fd = base.clone_mount(source, attributes)
     base.attach_mount(mount_fd, target_fd)
-    return os.readlink(f"/proc/self/fd/{target_fd}"), mount_number_of(f"/proc/self/fdinfo/{mount_fd}")
+    return os.readlink(f"/proc/self/fd/{target_fd}"), read_mount_number(f"/proc/self/fdinfo/{mount_fd}")
 
 
 def mount_devfs(special: str, node: str, words: list[str]) -> int:
@@ -471,7 +471,7 @@ def retry_after_renames(mount: Mount, action: object) -> object:
 
 def open_root(mount: Mount) -> int:
     fd = os.open(mount.current_path, os.O_PATH | os.O_DIRECTORY)
-    if mount_number_of(f"/proc/self/fdinfo/{fd}") != mount.identity:
+    if read_mount_number(f"/proc/self/fdinfo/{fd}") != mount.identity:
         os.close(fd)
         raise OSError(errno.ENOENT, "another mount covers the path")
     return fd
@@ -510,21 +510,21 @@ def has_open_files(identity: int) -> bool:
             files = [f"/proc/{entry}/fdinfo/{fd}" for fd in os.listdir(f"/proc/{entry}/fdinfo")]
         except OSError:
             continue
-        if any(mount_number_of(file) == identity for file in files):
+        if any(read_mount_number(file) == identity for file in files):
             return True
         for link in ("cwd", "root", "exe"):
             try:
                 fd = os.open(f"/proc/{entry}/{link}", os.O_PATH | os.O_CLOEXEC)
             except OSError:
                 continue
-            mount_id = mount_number_of(f"/proc/self/fdinfo/{fd}")
+            mount_id = read_mount_number(f"/proc/self/fdinfo/{fd}")
             os.close(fd)
             if mount_id == identity:
                 return True
     return False
 
 
-def mount_number_of(fdinfo: str) -> int:
+def read_mount_number(fdinfo: str) -> int:
     """Return the number of the mount through which a file was opened, or 0 if it is unknown."""
     try:
         with open(fdinfo) as file:

@@ -164,8 +164,8 @@ class NetlinkSocket:
             name, "veth", pack_attribute(1, struct.pack("=BxHiII", 0, 0, 0, 0, 0) + pack_string(LINK_NAME, peer_name))
         )
 
-    def change_link(self, index: int, *attrs: bytes, up: bool | None = None) -> None:
-        flags, mask = (0, 0) if up is None else (IFF_UP if up else 0, IFF_UP)
+    def change_link(self, index: int, *attrs: bytes, is_up: bool | None = None) -> None:
+        flags, mask = (0, 0) if is_up is None else (IFF_UP if is_up else 0, IFF_UP)
         self.request(SETLINK, ACK, struct.pack("=BxHiII", 0, 0, index, flags, mask) + b"".join(attrs))
 
     def set_port_flag(self, index: int, flag: int, value: bool) -> None:
@@ -231,23 +231,23 @@ class NetlinkSocket:
     # routes
 
     def change_route(
-        self, kind: int, family: int, to: bytes, prefix: int, gateway: bytes = b"", index: int = 0
+        self, kind: int, family: int, destination: bytes, prefix: int, gateway: bytes = b"", index: int = 0
     ) -> list[tuple[int, bytes]]:
         flags = ACK | (CREATE | EXCL if kind == NEWROUTE else 0)
         scope = 253 if index and not gateway else 0
         if kind == DELROUTE:
             scope = 255
         header = struct.pack("=BBBBBBBBI", family, prefix, 0, 0, 254, 4 if kind != DELROUTE else 0, scope, 1, 0)
-        payload = header + (pack_attribute(1, to) if prefix else b"")
+        payload = header + (pack_attribute(1, destination) if prefix else b"")
         payload += (pack_attribute(5, gateway) if gateway else b"") + (pack_number(4, index) if index else b"")
         return self.request(kind, flags, payload)
 
-    def look_up_route(self, family: int, to: bytes) -> tuple[dict[int, bytes], int] | None:
-        """Return the attributes and prefix of the route that the kernel chooses for ``to``, or None without a match."""
-        prefix = len(to) * 8
+    def look_up_route(self, family: int, destination: bytes) -> tuple[dict[int, bytes], int] | None:
+        """Return the attributes and prefix of the route that the kernel chooses, or None if no route matches."""
+        prefix = len(destination) * 8
         try:
             header = struct.pack("=BBBBBBBBI", family, prefix, 0, 0, 0, 0, 0, 0, 0x2000)  # RTM_F_FIB_MATCH
-            messages = self.request(GETROUTE, ACK, header + pack_attribute(1, to))
+            messages = self.request(GETROUTE, ACK, header + pack_attribute(1, destination))
         except OSError:
             return None
         return parse_attributes(messages[0][1][12:]), messages[0][1][1]

@@ -144,7 +144,7 @@ class TokenStream:
     def next(self) -> str:
         word = self.peek()
         if not word:
-            raise self.syntax_error()
+            raise self.make_syntax_error()
         self.position += 1
         return word
 
@@ -156,9 +156,9 @@ class TokenStream:
 
     def expect(self, word: str) -> None:
         if self.next() != word:
-            raise self.syntax_error()
+            raise self.make_syntax_error()
 
-    def syntax_error(self, message: str = "syntax error") -> RuleSyntaxError:
+    def make_syntax_error(self, message: str = "syntax error") -> RuleSyntaxError:
         if self.peek() in UNSUPPORTED_KEYWORDS:
             raise base.unsupported(f"{self.peek()} in pf rules")
         return RuleSyntaxError(self.line, message)
@@ -181,7 +181,7 @@ def parse_statement(ruleset: Ruleset, tokens: TokenStream, is_main: bool) -> Non
     elif keyword in ("anchor", "nat-anchor", "rdr-anchor"):
         name = tokens.next()
         if not name.startswith('"') and not name[0].isalpha():
-            raise tokens.syntax_error()
+            raise tokens.make_syntax_error()
         rule = {"what": keyword, "anchor": name.removeprefix('"')}
         tokens.take("all")
         (ruleset.filter if keyword == "anchor" else ruleset.nat).append(rule)
@@ -191,10 +191,10 @@ def parse_statement(ruleset: Ruleset, tokens: TokenStream, is_main: bool) -> Non
         is_negated = keyword == "no"
         kind = tokens.next() if is_negated else keyword
         if kind not in ("nat", "rdr"):
-            raise tokens.syntax_error()
+            raise tokens.make_syntax_error()
         ruleset.nat += parse_translation(kind, is_negated, tokens)
     if tokens.peek():
-        raise tokens.syntax_error()
+        raise tokens.make_syntax_error()
 
 
 def parse_option(ruleset: Ruleset, tokens: TokenStream, is_main: bool) -> None:
@@ -207,12 +207,12 @@ def parse_option(ruleset: Ruleset, tokens: TokenStream, is_main: bool) -> None:
     elif name == "block-policy":
         policy = tokens.next()
         if policy not in ("drop", "return"):
-            raise tokens.syntax_error()
+            raise tokens.make_syntax_error()
         ruleset.block_return = policy == "return"
     elif name in UNSUPPORTED_KEYWORDS:
         raise base.unsupported(f"set {name} in pf rules")
     else:
-        raise tokens.syntax_error()
+        raise tokens.make_syntax_error()
 
 
 def parse_filter_rule(ruleset: Ruleset, action: str, tokens: TokenStream) -> list[Rule]:
@@ -229,7 +229,7 @@ def parse_filter_rule(ruleset: Ruleset, action: str, tokens: TokenStream) -> lis
         word = tokens.next()
         if word in ("keep", "no") and tokens.take("state"):
             if is_state_set:
-                raise tokens.syntax_error("modulate or keep cannot be redefined")
+                raise tokens.make_syntax_error("modulate or keep cannot be redefined")
             state, is_state_set = word, True
             if word == "keep" and tokens.take("("):
                 if action == "block":
@@ -243,7 +243,7 @@ def parse_filter_rule(ruleset: Ruleset, action: str, tokens: TokenStream) -> lis
             tokens.next()
         else:
             tokens.position -= 1
-            raise tokens.syntax_error()
+            raise tokens.make_syntax_error()
     for each in rules:
         if limit.get("max_src_states") and not (
             limit["source_track"] == "global" and each["quick"] and each["af"] == "inet"
@@ -262,22 +262,22 @@ def parse_state_options(tokens: TokenStream) -> dict[str, object]:
         word = tokens.next()
         if word == "source-track":
             if scope:
-                raise tokens.syntax_error("state option 'source-track' multiple definitions")
+                raise tokens.make_syntax_error("state option 'source-track' multiple definitions")
             scope = tokens.take("rule", "global") or "default"
         elif word == "max-src-states":
             number = tokens.next()
             if not number.isdigit():
-                raise tokens.syntax_error()
+                raise tokens.make_syntax_error()
             if int(number) > UINT_MAX:
-                raise tokens.syntax_error("only positive values permitted")
+                raise tokens.make_syntax_error("only positive values permitted")
             if limit:
-                raise tokens.syntax_error("state option 'max-src-states' multiple definitions")
+                raise tokens.make_syntax_error("state option 'max-src-states' multiple definitions")
             limit = int(number)
             if not limit:
-                raise tokens.syntax_error("'max-src-states' must be > 0")
+                raise tokens.make_syntax_error("'max-src-states' must be > 0")
         else:
             tokens.position -= 1
-            raise tokens.syntax_error()
+            raise tokens.make_syntax_error()
         if tokens.take(")"):
             break
         tokens.take(",")
@@ -294,14 +294,14 @@ def parse_translation(kind: str, is_negated: bool, tokens: TokenStream) -> list[
     target, port = "", ""
     if is_negated:
         if tokens.peek() == "->":
-            raise tokens.syntax_error()
+            raise tokens.make_syntax_error()
     else:
         tokens.expect("->")
         target = "(" + tokens.next() + ")" if tokens.take("(") else tokens.next()
         if target.startswith("("):
             tokens.expect(")")
-        elif not family_of(target.partition("/")[0]):
-            raise tokens.syntax_error()
+        elif not find_family(target.partition("/")[0]):
+            raise tokens.make_syntax_error()
         if tokens.take("port"):
             port = tokens.next()
             if kind == "nat" or ":" in port:
@@ -309,10 +309,10 @@ def parse_translation(kind: str, is_negated: bool, tokens: TokenStream) -> list[
             parse_port_number(tokens, port)
     for each in rules:
         if each["what"] == "rdr" and port and each["proto"] not in ("tcp", "udp"):
-            raise tokens.syntax_error("port only applies to tcp/udp")
+            raise tokens.make_syntax_error("port only applies to tcp/udp")
         each["to"], each["toport"] = target, port
         if target and not target.startswith("("):
-            each["af"] = each["af"] or family_of(target.partition("/")[0])
+            each["af"] = each["af"] or find_family(target.partition("/")[0])
     return rules
 
 
@@ -335,19 +335,19 @@ def parse_match(rule: Rule, tokens: TokenStream) -> list[Rule]:
                     for target in targets:
                         for dport in dports:
                             if (sport or dport) and proto not in ("tcp", "udp"):
-                                raise tokens.syntax_error("port only applies to tcp/udp")
+                                raise tokens.make_syntax_error("port only applies to tcp/udp")
                             fields = {"on": interface, "af": af, "proto": proto, "source": source, "sport": sport}
                             fields |= {"target": target, "dport": dport}
                             if set_address_family(fields, tokens):
                                 rules.append({**rule, **fields})
     if not rules:
-        raise tokens.syntax_error("rule expands to no valid combination")
+        raise tokens.make_syntax_error("rule expands to no valid combination")
     return rules
 
 
 def set_address_family(fields: Rule, tokens: TokenStream) -> bool:
     """Set the rule's address family to that of its addresses. Returns False if the families conflict."""
-    families = {family_of(fields[key].removeprefix("! ").partition("/")[0]) for key in ("source", "target")} - {""}
+    families = {find_family(fields[key].removeprefix("! ").partition("/")[0]) for key in ("source", "target")} - {""}
     if fields["af"]:
         families.add(fields["af"])
     if len(families) > 1:
@@ -362,18 +362,18 @@ def parse_interface(tokens: TokenStream) -> str:
     if name == "any":
         raise base.unsupported("on any in pf rules")
     if not name[0].isalnum() or len(name) > 15:
-        raise tokens.syntax_error()
+        raise tokens.make_syntax_error()
     return negation + name
 
 
 def parse_protocol(tokens: TokenStream) -> str:
     name = tokens.next()
     if name not in ("tcp", "udp", "icmp", "icmp6", "ipv6-icmp"):
-        raise base.unsupported(f"proto {name} in pf rules") if name.isalnum() else tokens.syntax_error()
+        raise base.unsupported(f"proto {name} in pf rules") if name.isalnum() else tokens.make_syntax_error()
     return name
 
 
-def family_of(text: str) -> str:
+def find_family(text: str) -> str:
     """Return the family of an address, ``inet`` or ``inet6``, or "" if the text is not an address."""
     for af, name in ((_socket.AF_INET, "inet"), (_socket.AF_INET6, "inet6")):
         try:
@@ -389,7 +389,7 @@ def parse_host(tokens: TokenStream) -> str:
     word = tokens.next()
     if word == "any":
         if negation:
-            raise tokens.syntax_error()
+            raise tokens.make_syntax_error()
         return "any"
     if word == "(" and tokens.take("self"):
         tokens.expect(")")  # All addresses that this machine has when a packet arrives.
@@ -397,13 +397,13 @@ def parse_host(tokens: TokenStream) -> str:
     if word in ("<", "("):
         raise base.unsupported("tables and interface addresses in pf rules")
     text, slash, length = word.partition("/")
-    af = family_of(text)
+    af = find_family(text)
     if not af:
         if word in KEYWORDS or not text[0].isalnum():
-            raise tokens.syntax_error()
+            raise tokens.make_syntax_error()
         raise base.unsupported(f"the host {word} (no address) in pf rules")
     if slash and not (length.isdigit() and int(length) <= (32 if af == "inet" else 128)):
-        raise tokens.syntax_error("illegal netmask")
+        raise tokens.make_syntax_error("illegal netmask")
     return negation + (apply_mask(text, af, int(length)) if slash else text)
 
 
@@ -434,12 +434,12 @@ def parse_port(tokens: TokenStream) -> str:
 def parse_port_number(tokens: TokenStream, text: str) -> int:
     if text.isdigit():
         if int(text) > 65535:
-            raise tokens.syntax_error("illegal port value " + text)
+            raise tokens.make_syntax_error("illegal port value " + text)
         return int(text)
     try:
         return int(_socket.getservbyname(text))
     except OSError:
-        raise tokens.syntax_error(f"unknown port {text}") from None
+        raise tokens.make_syntax_error(f"unknown port {text}") from None
 
 
 # ---- printing -------------------------------------------------------------------------------------------------------

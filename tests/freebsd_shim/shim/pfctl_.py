@@ -42,7 +42,7 @@ def main(argv: list[str]) -> int:
     with base.locked():
         state = pf_nft.load_state()
         if shown_modifier:
-            show(state, anchor, shown_modifier, "P" in values)
+            show_information(state, anchor, shown_modifier, "P" in values)
         if flushed_modifier:
             flush_rules(state, anchor, flushed_modifier, quiet)
         if "k" in values:
@@ -83,7 +83,7 @@ def find_modifier(values: dict[str, str], letter: str, supported: tuple[str, ...
     raise base.usage(USAGE)
 
 
-def commit(state: dict) -> None:  # type: ignore[type-arg]
+def commit_state(state: dict) -> None:  # type: ignore[type-arg]
     """Remove empty anchors from the state, then apply and save it. See pf_remove_if_empty_ruleset()."""
     state["rules"] = {name: each for name, each in state["rules"].items() if not name or each["nat"] or each["filter"]}
     pf_nft.apply_ruleset(state)
@@ -101,22 +101,22 @@ def load_rules(state: dict, anchor: str, path: str, dry_run: bool) -> None:  # t
     except OSError as error:
         base.warn(path, error.errno or 0)
         base.warn("cannot open the main config file!", error.errno or 0)
-        raise load_failure(dry_run) from None
+        raise make_load_error(dry_run) from None
     try:
         ruleset = pf.parse_rules(text, is_main=not anchor)
     except pf.RuleSyntaxError as problem:
         sys.stderr.write(f"{name}:{problem.line}: {problem.message}\n")
-        raise load_failure(dry_run) from None
+        raise make_load_error(dry_run) from None
     state["rules"][anchor] = {"nat": ruleset.nat, "filter": ruleset.filter}
     if not anchor:
         state["skip"] = ruleset.skip
     if dry_run:
         pf_nft.format_ruleset(state)
     else:
-        commit(state)
+        commit_state(state)
 
 
-def load_failure(dry_run: bool) -> SystemExit:
+def make_load_error(dry_run: bool) -> SystemExit:
     """Return the exception to raise if rules cannot be loaded. With -n, no message is printed. See pfctl_rules()."""
     return SystemExit(1) if dry_run else base.errx(1, "Syntax error in config file: pf rules not loaded")
 
@@ -132,12 +132,12 @@ def flush_rules(state: dict, anchor: str, modifier: str, quiet: bool) -> None:  
         messages.append("nat cleared")
     if modifier == "all":
         messages.append("0 tables deleted.")
-    commit(state)
+    commit_state(state)
     if not quiet:
         sys.stderr.write("".join(line + "\n" for line in messages))
 
 
-def show(state: dict, anchor: str, modifier: str, numeric: bool) -> None:  # type: ignore[type-arg]
+def show_information(state: dict, anchor: str, modifier: str, numeric: bool) -> None:  # type: ignore[type-arg]
     if modifier == "info":
         base.print_line(f"Status: {'Enabled' if state['enabled'] else 'Disabled'}")
         return
@@ -161,6 +161,6 @@ def set_enabled(state: dict, should_enable: bool, quiet: bool) -> None:  # type:
     if state["enabled"] == should_enable:
         raise base.errx(1, "pf already enabled" if should_enable else "pf not enabled")
     state["enabled"] = should_enable
-    commit(state)
+    commit_state(state)
     if not quiet:
         sys.stderr.write("pf enabled\n" if should_enable else "pf disabled\n")

@@ -31,14 +31,14 @@ def main(argv: list[str]) -> int:
             number, argv = int(word), argv[1:]
         elif name in SIGNALS:
             number, argv = int(SIGNALS[name]), argv[1:]
-    return run_on_matches(argv, "fij:nxv", lambda pid: kill(pid, number))
+    return run_on_matches(argv, "fij:nxv", lambda pid: kill_process(pid, number))
 
 
 def pgrep_main(argv: list[str]) -> int:
     return run_on_matches(argv, "fij:lnxv", lambda pid: base.print_line(str(pid)))
 
 
-def kill(pid: int, number: int) -> None:
+def kill_process(pid: int, number: int) -> None:
     try:
         os.kill(pid, number)
     except ProcessLookupError:
@@ -86,7 +86,7 @@ def list_jail_processes(arguments: list[str]) -> list[int]:
             jails += [jail for jail in prison.load_state()["jails"] if jail["jid"] == int(word)]
             continue
         try:
-            jails.append(prison.find(word))
+            jails.append(prison.find_jail(word))
         except prison.JailError:
             raise base.errx(BAD_USAGE, f"Invalid jail ID or name `{word}'") from None
     return sorted({pid for jail in jails for pid in prison.list_processes(jail)})

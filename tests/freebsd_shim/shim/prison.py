@@ -85,7 +85,7 @@ def look_up_parameter(name: str) -> tuple[str, str, bool]:
     """
     if name in PARAMS:
         return name, PARAMS[name], False
-    if base.osreldate() >= 1500000 and (name in ("meta", "env") or name.startswith(("meta.", "env."))):
+    if base.read_osreldate() >= 1500000 and (name in ("meta", "env") or name.startswith(("meta.", "env."))):
         return name, "S", False  # jail(8) of 15.0: meta, env
     positive_name = strip_no(name)
     if positive_name is not None and PARAMS.get(positive_name, "").startswith("B"):
@@ -180,7 +180,7 @@ def has_finished_dying(jail: Jail) -> bool:
     return float(jail["dying"]) <= time.time()
 
 
-def find(key: str, *, include_dying: bool = False) -> Jail:
+def find_jail(key: str, *, include_dying: bool = False) -> Jail:
     """Return the jail with this jid or name, like jail_getid(3). Raises JailError with the texts of kern_jail_get()."""
     is_number = key.isascii() and key.isdigit()
     description = key if is_number else f'"{key}"'
@@ -236,7 +236,7 @@ def create(settings: dict[str, object]) -> Jail:
         if any(jail["jid"] == jid for jail in state["jails"]):
             raise JailError(f"jail {jid} already exists")
         if "." in name:
-            find(name.rpartition(".")[0])
+            find_jail(name.rpartition(".")[0])
             raise JailError("prison limit exceeded")  # children.max of every jail here is 0
         if any(jail["name"] == name and not jail["dying"] for jail in state["jails"]):
             raise JailError(f'jail "{name}" already exists')
@@ -358,11 +358,11 @@ def get_forbidden_capabilities(jail: Jail) -> list[int]:
     return capabilities
 
 
-def attach(jail: Jail, *, end_with_caller: bool = True) -> int:
+def attach_to_jail(jail: Jail, *, dies_with_caller: bool = True) -> int:
     """Fork a child process in the jail, like jail_attach(2). Returns 0 in the child, and the child's pid in the caller.
 
     Afterwards, the caller is also in the jail's namespaces and root directory, so it cannot do anything on the host.
-    With ``end_with_caller``, the kernel kills the child when the caller exits.
+    With ``dies_with_caller``, the kernel kills the child when the caller exits.
     """
     from shim import limits
 
@@ -377,7 +377,7 @@ def attach(jail: Jail, *, end_with_caller: bool = True) -> int:
     os.close(root_fd)
     child = os.fork()
     if child == 0:
-        if end_with_caller:
+        if dies_with_caller:
             base.prctl(base.PR_SET_PDEATHSIG, _signal.SIGKILL)
         limits.enter_cgroups(cgroup_fds)
         for capability in get_forbidden_capabilities(jail):
@@ -391,7 +391,7 @@ def attach(jail: Jail, *, end_with_caller: bool = True) -> int:
 # ---- the end of a jail ------------------------------------------------------------------------------------------
 
 
-def terminate(jail: Jail, timeout: float) -> None:
+def terminate_processes(jail: Jail, timeout: float) -> None:
     """Send SIGTERM to all processes, and wait up to ``timeout`` seconds for them to exit. See term_procs()."""
     signal_and_wait(jail, _signal.SIGTERM, timeout)
 

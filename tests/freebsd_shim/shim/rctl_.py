@@ -45,7 +45,7 @@ class Rule:
         subject, _, rest = text.partition(":")
         name, _, rest = rest.partition(":")
         resource, _, rest = rest.partition(":")
-        end = min((at for at in (rest.find("="), rest.find("/")) if at >= 0), default=len(rest))
+        end = min((position for position in (rest.find("="), rest.find("/")) if position >= 0), default=len(rest))
         action, amount = rest[:end], rest[end + 1 :] if rest[end : end + 1] == "=" else ""
         amount, _, per = amount.partition("/") if amount else (amount, "", rest[end + 1 :] if end < len(rest) else "")
         self.subject, self.name, self.resource = subject.lower(), name, resource.lower()
@@ -205,7 +205,7 @@ def remove_rules(rule: Rule) -> None:
 def enforce_rules(name: str, rules: list[list[str]]) -> None:
     jail_limits = [fields[2:5] for fields in rules if fields[1] == name]
     try:
-        pids = prison.list_processes(prison.find(name))
+        pids = prison.list_processes(prison.find_jail(name))
     except prison.JailError:
         pids = []  # A rule may be created before its jail, and remain after the jail is removed.
     limits.apply_rules(name, jail_limits, pids)
@@ -220,7 +220,7 @@ def print_usage(rule: Rule, human_readable: bool) -> None:
         raise RuleRefused(errno.EINVAL) if rule.subject in ("", "jail") else base.unsupported(f"-u {rule.subject}")
     amounts = dict.fromkeys(RESOURCES, 0)
     try:
-        jail = prison.find(rule.name)
+        jail = prison.find_jail(rule.name)
         amounts.update(measure_usage(jail))
     except prison.JailError:
         pass

@@ -40,7 +40,7 @@ def main(argv: list[str]) -> int:
             raise base.unsupported(f"-{letter}")
     if "j" in values:
         try:
-            netlink = net.open_netlink(prison.find(values["j"])["holder"])
+            netlink = net.open_netlink(prison.find_jail(values["j"])["holder"])
         except prison.JailError:
             raise base.errx(1, "Jail not found") from None
     else:

@@ -54,7 +54,7 @@ def read_value(name: str) -> str:
     if storage.startswith("state:"):
         return str(base.load("sysctl", {}).get(name, storage[6:]))
     if storage == "release":
-        osreldate = base.osreldate()
+        osreldate = base.read_osreldate()
         return f"{osreldate // 100000}.{osreldate // 1000 % 100}-RELEASE"
     if storage == "hostname":
         return os.uname().nodename

@@ -13,7 +13,7 @@ import pytest
 
 from sandbox_gateway.errors import BackendFailed
 from sandbox_gateway.hosts.jail_zfs import commands
-from tests.freebsd_shim.command_lines import checked, find, format_table, recorded
+from tests.freebsd_shim.command_lines import checked, find_command_line, format_table, recorded
 
 _PAGE_PATH = Path(__file__).parents[3] / "docs/jail_zfs.md"
 _BEGIN, _END = "<!-- command lines: begin -->\n", "<!-- command lines: end -->\n"
@@ -46,7 +46,7 @@ def test_the_page_contains_the_table() -> None:
     ],
 )
 def test_a_command_line_has_the_form_of_the_table(argv: list[str], form: str | None) -> None:
-    line = find(argv)
+    line = find_command_line(argv)
     assert (line and line.form) == form
 
 
@@ -66,4 +66,4 @@ def test_the_namespace_of_a_test_is_not_part_of_a_command_line() -> None:
         with pytest.raises(BackendFailed):
             asyncio.run(commands.CommandRunner()(*prefix, "umount", "-f", "00ff"))
         asyncio.run(commands.CommandRunner()(*prefix, "true"))
-    assert ([each.form for each in recording.known], recording.unknown) == (["umount -f FSID"], [["true"]])
+    assert ([each.form for each in recording.known_lines], recording.unknown_argvs) == (["umount -f FSID"], [["true"]])

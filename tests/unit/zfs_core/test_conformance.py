@@ -37,9 +37,9 @@ def test_an_explanation_of_a_test_that_no_longer_exists_is_reported() -> None:
 
 
 def test_openzfs_is_openzfs_even_if_its_version_is_unknown() -> None:
-    assert conformance.kind_of(openzfs_capabilities(())) == "openzfs"
-    assert conformance.kind_of(openzfs_capabilities((2, 3))) == "openzfs"
-    assert conformance.kind_of(ZFS_FUSE_CAPABILITIES) == "zfs-fuse"
+    assert conformance.get_kind(openzfs_capabilities(())) == "openzfs"
+    assert conformance.get_kind(openzfs_capabilities((2, 3))) == "openzfs"
+    assert conformance.get_kind(ZFS_FUSE_CAPABILITIES) == "zfs-fuse"
 
 
 def test_tests_that_neither_pass_nor_fail_are_listed_with_their_reason() -> None:
@@ -61,7 +61,7 @@ def test_tests_that_neither_pass_nor_fail_are_listed_with_their_reason() -> None
 
 
 def test_each_function_names_its_command() -> None:
-    missing_commands = {name for name, function in table.list_functions().items() if not table.command_of(function)}
+    missing_commands = {name for name, function in table.list_functions().items() if not table.find_command(function)}
     # These do not run commands, or are described as variants of a function that does.
     assert missing_commands == {
         *("lzc_list", "lzc_receive_one", "lzc_receive_with_header", "receive_header"),
@@ -71,7 +71,7 @@ def test_each_function_names_its_command() -> None:
 def test_the_page_lists_each_function() -> None:
     page = table.PAGE.read_text()
     for name, function in table.list_functions().items():
-        command = table.command_of(function) or "-"
+        command = table.find_command(function) or "-"
         assert f"| `{name}` | {command} |" in page, "run `python -m tests.zfs_core.table OPENZFS.json ZFS_FUSE.json`"
     assert table.format_differences() in page
 

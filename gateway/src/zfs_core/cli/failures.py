@@ -16,13 +16,13 @@ class Kind(Enum):
     FAILED = (1, "ZFS, or the command that receives a stream, failed for another reason")
     INVALID = (2, "an argument, a name or the value of a property is not valid")
     NOT_FOUND = (3, "a dataset, a snapshot, a hold, a parent or a pool does not exist")
-    EXISTS = (4, "the name or the hold exists already")
+    EXISTS = (4, "the name or the hold already exists")
     IN_USE = (5, "open files, holds, clones, children or newer snapshots prevent the change")
     NO_SPACE = (6, "the pool is full, or a quota is exceeded")
     STREAM = (7, "the stream is damaged or does not fit the destination, or the two snapshots are not related")
     NOT_SUPPORTED = (8, "the installed version of ZFS cannot do this")
     UNAVAILABLE = (9, "ZFS is not running, or the pool is suspended or read-only")
-    TIMEOUT = (10, "a command of ZFS did not end in time; the change may or may not have been made")
+    TIMEOUT = (10, "a ZFS command did not finish in time; the change may or may not have been made")
 
     @property
     def word(self) -> str:
