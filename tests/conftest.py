@@ -79,8 +79,8 @@ def _print_durations(terminalreporter: pytest.TerminalReporter) -> None:
     tests: Counter[str] = Counter()
     for report in itertools.chain.from_iterable(terminalreporter.stats.values()):
         if isinstance(report, pytest.TestReport):
-            seconds[_folder_of(report.nodeid)] += report.duration
-            tests[_folder_of(report.nodeid)] += report.when == "call"
+            seconds[_get_folder(report.nodeid)] += report.duration
+            tests[_get_folder(report.nodeid)] += report.when == "call"
     terminalreporter.section("time per folder")
     for folder, duration in seconds.most_common():
         terminalreporter.write_line(f"{duration / 60:6.1f} min  tests/{folder}: {tests[folder]} tests")
@@ -92,13 +92,13 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> Iterator[None]:
     if (seed := os.environ[_SEED_VARIABLE]) != "0":
         items.sort(key=functools.partial(_make_random_sort_key, seed))
     yield
-    items.sort(key=lambda item: (_FOLDERS.index(_folder_of(item.nodeid)), item.path.name not in _SLOW_FILES))
+    items.sort(key=lambda item: (_FOLDERS.index(_get_folder(item.nodeid)), item.path.name not in _SLOW_FILES))
 
 
 def _make_random_sort_key(seed: str, item: pytest.Item) -> tuple[bytes, bytes]:
     """Return a key that sorts files, and the tests in each file, randomly. Tests marked in_order keep their order."""
-    is_fixed = item.get_closest_marker("in_order")
-    return _make_seeded_key(seed, item.nodeid.partition("::")[0]), b"" if is_fixed else _make_seeded_key(
+    order_marker = item.get_closest_marker("in_order")
+    return _make_seeded_key(seed, item.nodeid.partition("::")[0]), b"" if order_marker else _make_seeded_key(
         seed, item.nodeid
     )
 
@@ -119,15 +119,15 @@ class LaneScheduler(LoadScopeScheduling):  # type: ignore[misc]
     def _split_scope(self, nodeid: str) -> str:
         # zfs-fuse has one daemon on the machine: all tests that create jails are one group, whatever their folder. (The
         # collection's tests only mention jails.)
-        if "jail" in nodeid and _folder_of(nodeid) != "collection":
+        if "jail" in nodeid and _get_folder(nodeid) != "collection":
             return "zfs"
         # These files share nothing; small groups at the end keep the lanes equally busy.
-        if _folder_of(nodeid) == "roles" or "systemd" in nodeid:
+        if _get_folder(nodeid) == "roles" or "systemd" in nodeid:
             return nodeid.partition("::")[0]
-        return next(group for group, folders in _GROUPS.items() if _folder_of(nodeid) in folders)
+        return next(group for group, folders in _GROUPS.items() if _get_folder(nodeid) in folders)
 
 
-def _folder_of(nodeid: str) -> str:
+def _get_folder(nodeid: str) -> str:
     return nodeid.split("/")[1]
 
 
@@ -285,7 +285,7 @@ def _memory_gateway(
     _get_gateway_of_folder: Callable[[str], MemoryGateway], request: pytest.FixtureRequest
 ) -> MemoryGateway:
     """One gateway for each test folder. Tests may change its template `base`."""
-    return _get_gateway_of_folder(_folder_of(request.node.nodeid))
+    return _get_gateway_of_folder(_get_folder(request.node.nodeid))
 
 
 @pytest.fixture

@@ -127,7 +127,7 @@ def _sweep(path: Path, run_name: str, prefix: str) -> None:
                 if f" {address} " in rules:
                     _run_ignoring_errors("ip", "address", "delete", f"{address}/32", "dev", "lo")
     # Before the pools: zpool cannot unmount the file systems of a zfs-fuse that has died.
-    for target in sorted(_find_mounts_below(_directories_of_run(path)), reverse=True):
+    for target in sorted(_find_mounts_below(_list_run_directories(path)), reverse=True):
         _run_ignoring_errors("umount", "--lazy", str(target))
     if pools_to_destroy := [pool for pool in _read_health_by_pool() if pool.startswith(prefix)]:
         pools.destroy_pools(pools_to_destroy)
@@ -145,7 +145,7 @@ def _find_mounts_below(directories: list[Path]) -> list[Path]:
     return [target for target in targets if any(target.is_relative_to(directory) for directory in directories)]
 
 
-def _directories_of_run(path: Path) -> list[Path]:
+def _list_run_directories(path: Path) -> list[Path]:
     """Return a run's directory ``path`` and its temporary directories."""
     return [path, *(link.resolve() for link in path.glob(f"*/{_TEMPORARY_LINK_PREFIX}-*"))]
 
@@ -154,7 +154,7 @@ def _find_processes(path: Path, run_name: str) -> dict[int, str]:
     """Return {pid: description} of all processes started by the run named ``run_name``, whose directory is ``path``."""
     processes = {}
     environment_entry = f"{session.RUN_VARIABLE}={run_name}".encode()
-    directories = [f"{directory}/" for directory in _directories_of_run(path)]
+    directories = [f"{directory}/" for directory in _list_run_directories(path)]
     for entry in Path("/proc").iterdir():
         if not entry.name.isdigit() or int(entry.name) == os.getpid():
             continue
@@ -175,9 +175,9 @@ def _list_mounts() -> list[str]:
 
 def _list_loop_devices() -> list[str]:
     devices = []
-    for backing in Path("/sys/block").glob("loop*/loop/backing_file"):
+    for backing_file in Path("/sys/block").glob("loop*/loop/backing_file"):
         with contextlib.suppress(OSError):
-            devices.append(f"/dev/{backing.parent.parent.name} ({backing.read_text().strip()})")
+            devices.append(f"/dev/{backing_file.parent.parent.name} ({backing_file.read_text().strip()})")
     return devices
 
 

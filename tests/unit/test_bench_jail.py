@@ -1,4 +1,4 @@
-"""Test the floor of a rollback in the benchmarks of jail hosts, with a fake `zfs`."""
+"""Test the raw rollback with which the benchmarks compare a rollback of a jail, with a fake `zfs`."""
 
 from __future__ import annotations
 

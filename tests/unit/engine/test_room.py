@@ -270,8 +270,10 @@ async def _wait_for_checks(host: _Host) -> None:
 async def test_a_plan_session_counts_the_disk_space_of_its_own_snapshots(
     engine: Engine, host: _Host, has_memory_root: bool
 ) -> None:
-    original = engine.snapshots.get("s")
-    engine.index.put(original.model_copy(update={"memory_bytes_written": 300 * MIB, "disk_bytes_unique": 5 * MIB}))
+    original_snapshot = engine.snapshots.get("s")
+    engine.index.put(
+        original_snapshot.model_copy(update={"memory_bytes_written": 300 * MIB, "disk_bytes_unique": 5 * MIB})
+    )
     if has_memory_root:
         disk = MemoryDisk("/memory", free=1250 * MIB, total=9000 * MIB)
         host.available_room = replace(host.available_room, memory_disk=disk)
@@ -321,42 +323,42 @@ async def test_two_imports_that_together_fill_the_disk_are_not_both_accepted(
     await export.close()
     size = export.manifest.sum_data_bytes(memory=True)
     host.available_room = replace(host.available_room, disk_free=1000 * MIB + size + size // 2)
-    release = asyncio.Event()
+    first_release_event = asyncio.Event()
 
-    async def send(is_released: asyncio.Event | None = None) -> AsyncIterator[bytes]:
+    async def send_file(release_event: asyncio.Event | None = None) -> AsyncIterator[bytes]:
         for piece in pieces:
             yield piece
-            if is_released:
-                await is_released.wait()
+            if release_event:
+                await release_event.wait()
 
-    first = asyncio.create_task(engine.transfers.import_(send(release), name="first"))
+    first_import = asyncio.create_task(engine.transfers.import_(send_file(first_release_event), name="first"))
     await wait_until(lambda: host.partial_imports)
     with pytest.raises(NoSpace, match=r"free, of which running imports need 1 MiB\."):
-        await engine.transfers.import_(send(), name="second")
-    release.set()
-    await first
-    await engine.transfers.import_(send(), name="second")
+        await engine.transfers.import_(send_file(), name="second")
+    first_release_event.set()
+    await first_import
+    await engine.transfers.import_(send_file(), name="second")
 
 
-@pytest.mark.parametrize("in_memory_root", [False, True])
+@pytest.mark.parametrize("has_memory_root", [False, True])
 async def test_an_import_reserves_only_what_it_has_not_written(
-    engine: Engine, host: _Host, in_memory_root: bool
+    engine: Engine, host: _Host, has_memory_root: bool
 ) -> None:
-    def set_free(free_mb: int) -> None:
-        disk = MemoryDisk("/memory", free_mb * MIB, 99000 * MIB) if in_memory_root else None
+    def set_free_space(free_mb: int) -> None:
+        disk = MemoryDisk("/memory", free_mb * MIB, 99000 * MIB) if has_memory_root else None
         host.available_room = replace(host.available_room, disk_free=free_mb * MIB, memory_disk=disk)
 
-    def reserve(size_mb: int) -> AbstractAsyncContextManager[room.PendingImport]:
+    def reserve_space(size_mb: int) -> AbstractAsyncContextManager[room.PendingImport]:
         return engine.room.reserved_for_import(0, size_mb * MIB)
 
-    set_free(15000)
-    async with reserve(10000) as pending_import:
+    set_free_space(15000)
+    async with reserve_space(10000) as pending_import:
         pending_import.count_written(6000 * MIB, memory=True)
-        set_free(9000)
+        set_free_space(9000)
         with pytest.raises(NoSpace, match="9000 MiB free, of which running imports need 4000 MiB"):
-            async with reserve(4001):
+            async with reserve_space(4001):
                 pass
-        async with reserve(4000):
+        async with reserve_space(4000):
             pass
-    async with reserve(8000):
+    async with reserve_space(8000):
         pass

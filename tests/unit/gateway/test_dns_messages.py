@@ -70,20 +70,20 @@ def test_the_longest_reply_fits() -> None:
     assert {each.address for each in dns.message.from_wire(reply).answer[0]} == {str(each) for each in addresses}
 
 
-def respond(*records: str) -> dns.message.Message:
+def make_response(*records: str) -> dns.message.Message:
     """Return a response to a query for api.example.com with ``records``, each "NAME TTL IN TYPE DATA"."""
     response = dns.message.make_response(dns.message.from_wire(QUERY))
     response.answer = [dns.rrset.from_text(*record.split(" ", 4)) for record in records]
     return dns.message.from_wire(response.to_wire())
 
 
-def read(*records: str) -> tuple[list[str], int]:
-    addresses, ttl = read_addresses(respond(*records))
+def read_records(*records: str) -> tuple[list[str], int]:
+    addresses, ttl = read_addresses(make_response(*records))
     return [str(address) for address in addresses], ttl
 
 
 def test_aliases_are_followed_with_the_lowest_ttl() -> None:
-    assert read(
+    assert read_records(
         "cdn.example.net. 300 IN A 1.1.1.1",
         "Api.example.com. 900 IN CNAME lb.example.net.",
         "lb.example.net. 20 IN CNAME cdn.example.net.",
@@ -91,10 +91,10 @@ def test_aliases_are_followed_with_the_lowest_ttl() -> None:
 
 
 def test_records_outside_the_chain_are_ignored() -> None:
-    assert read("evil.example.net. 300 IN A 6.6.6.6") == ([], 0)
-    assert read("api.example.com. 300 IN A 1.1.1.1", "evil.example.net. 300 IN A 6.6.6.6") == (["1.1.1.1"], 300)
-    assert read("api.example.com. 300 IN CNAME lb.example.net.", "x.example.net. 300 IN A 6.6.6.6") == ([], 0)
-    assert read("api.example.com. 300 IN AAAA ::1", "api.example.com. 300 IN TXT x") == ([], 0)
+    assert read_records("evil.example.net. 300 IN A 6.6.6.6") == ([], 0)
+    assert read_records("api.example.com. 300 IN A 1.1.1.1", "evil.example.net. 300 IN A 6.6.6.6") == (["1.1.1.1"], 300)
+    assert read_records("api.example.com. 300 IN CNAME lb.example.net.", "x.example.net. 300 IN A 6.6.6.6") == ([], 0)
+    assert read_records("api.example.com. 300 IN AAAA ::1", "api.example.com. 300 IN TXT x") == ([], 0)
 
 
 def test_loops_and_long_chains_of_aliases_are_refused() -> None:
@@ -104,4 +104,4 @@ def test_loops_and_long_chains_of_aliases_are_refused() -> None:
     chain.append(f"{names[-1]} 300 IN A 1.1.1.1")
     for records in (loop, ["api.example.com. 300 IN CNAME api.example.com."], chain):
         with pytest.raises(dns.exception.DNSException):
-            read_addresses(respond(*records))
+            read_addresses(make_response(*records))

@@ -21,7 +21,7 @@ def apply_changes(groups: IdGroups, model: Model, changes: list[tuple[str, str, 
             ids.append(id)
 
 
-def check(groups: IdGroups, model: Model) -> None:
+def check_groups(groups: IdGroups, model: Model) -> None:
     assert set(groups) == {group for group, ids in model.items() if ids}
     assert {group: list(groups[group]) for group in "abc"} == {group: model.get(group, []) for group in "abc"}
 
@@ -39,6 +39,6 @@ def test_copies_are_independent(
         apply_changes(copy, copy_model, changes_of_copy)
         apply_changes(original, model, own_changes)
         copies.append((copy, copy_model))
-    check(original, model)
+    check_groups(original, model)
     for copy, copy_model in copies:
-        check(copy, copy_model)
+        check_groups(copy, copy_model)

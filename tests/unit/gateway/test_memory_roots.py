@@ -24,7 +24,7 @@ MIB = 1 << 20
 
 
 @pytest.fixture(autouse=True)
-def _without_extents(monkeypatch: pytest.MonkeyPatch) -> None:
+def _no_extents(monkeypatch: pytest.MonkeyPatch) -> None:
     """Simulate a file system that does not list extents, such as tmpfs."""
     monkeypatch.setattr(reflink, "count_unique_bytes", lambda path: 0)
 
@@ -379,7 +379,7 @@ def test_a_machine_boots_while_the_root_is_not_mounted(store: Store, root: Path)
     assert "belonged to no machine" in store.scan()[1][0]
 
 
-# -- space and the file of known roots ---------------------------------------------------------------------------------
+# -- free space, and the file that lists known roots -------------------------------------------------------------------
 
 
 def test_disk_reports_the_space_of_the_root_or_the_problem(store: Store, layout: Layout, root: Path) -> None:
