@@ -17,7 +17,7 @@ from ansible_collections.grove.sandbox.plugins.plugin_utils import _stream
 
 
 @pytest.mark.parametrize(
-    ("end", "code"),
+    ("end_event", "code"),
     [
         ({"exitCode": 0, "exited": True}, 0),
         ({"exited": True}, 0),
@@ -29,8 +29,8 @@ from ansible_collections.grove.sandbox.plugins.plugin_utils import _stream
         ({"exitCode": -1, "exited": False}, 255),
     ],
 )
-def test_exit_codes_are_those_of_a_shell(end: dict[str, Any], code: int) -> None:
-    assert _stream._exit_code(end) == code
+def test_exit_codes_are_those_of_a_shell(end_event: dict[str, Any], code: int) -> None:
+    assert _stream._exit_code(end_event) == code
 
 
 @pytest.mark.parametrize("path", ["/a b", "/q'\"&=?#%41+;", "/grün/日本", "/line\nbreak", "/not-utf8-\udcff"])
