@@ -95,10 +95,10 @@ def code_client(unmanaged_command, running):
 def list_kernel_pids(code_client):
     """Return the ids of the agent's child processes."""
     pids = []
-    for stat in Path("/proc").glob("[0-9]*/stat"):
+    for stat_file in Path("/proc").glob("[0-9]*/stat"):
         with contextlib.suppress(OSError):
-            if stat.read_text().rpartition(")")[2].split()[1] == str(code_client.agent.process.pid):
-                pids.append(stat.parent.name)
+            if stat_file.read_text().rpartition(")")[2].split()[1] == str(code_client.agent.process.pid):
+                pids.append(stat_file.parent.name)
     return pids
 
 

@@ -249,7 +249,7 @@ def test_idle_sessions_end(memory_gateway: MemoryGateway, monkeypatch: pytest.Mo
 def test_a_thousand_concurrent_sessions_are_limited_and_do_not_affect_others(
     memory_gateway: MemoryGateway, sandbox: dict[str, Any], run: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    opened: list[weakref.ref[sessions.PlanSession]] = []
+    session_references: list[weakref.ref[sessions.PlanSession]] = []
     peak_session_count = 0
     original_open = sessions.PlanSessions.open
 
@@ -257,30 +257,30 @@ def test_a_thousand_concurrent_sessions_are_limited_and_do_not_affect_others(
         nonlocal peak_session_count
         session = original_open(self, owner, run)
         peak_session_count = max(peak_session_count, len(self._sessions))
-        opened.append(weakref.ref(session))
+        session_references.append(weakref.ref(session))
         return session
 
-    def open_many(key: str | None, number: int) -> list[httpx.Response]:
+    def open_many_sessions(key: str | None, number: int) -> list[httpx.Response]:
         with memory_gateway.client(key) as client:
             return [client.post("/plans", json={"run": f"{run} {number} {each}"}) for each in range(50)]
 
     monkeypatch.setattr(sessions.PlanSessions, "open", open_session)
     keys = (EXEC_KEY, READ_KEY, None)
-    with memory_gateway.client(ADMIN_KEY) as other, ThreadPoolExecutor(20) as pool:
-        plan_path = f"/plans/{other.post('/plans', json={'run': run}).json()['planID']}"
-        assert other.post(f"{plan_path}/sandboxes/one/snapshots", json={"name": "mark"}).status_code == 201
+    with memory_gateway.client(ADMIN_KEY) as other_client, ThreadPoolExecutor(20) as pool:
+        plan_path = f"/plans/{other_client.post('/plans', json={'run': run}).json()['planID']}"
+        assert other_client.post(f"{plan_path}/sandboxes/one/snapshots", json={"name": "mark"}).status_code == 201
         for min_idle_seconds in (sessions.MIN_IDLE_SECONDS, 0.0):  # with 0, each new session ends another one
             monkeypatch.setattr(sessions, "MIN_IDLE_SECONDS", min_idle_seconds)
             futures = [
-                pool.submit(open_many, keys[number % len(keys)], number + 20 * (not min_idle_seconds))
+                pool.submit(open_many_sessions, keys[number % len(keys)], number + 20 * (not min_idle_seconds))
                 for number in range(20)
             ]
             count = 0
             while not all(future.done() for future in futures) or not count:
                 count += 1
                 name = f"new-{count}-{min_idle_seconds:.0f}"
-                assert other.post("/sandboxes", json={"templateID": "base", "name": name}).status_code == 201
-                assert other.delete(f"/sandboxes/{name}").status_code == 204
+                assert other_client.post("/sandboxes", json={"templateID": "base", "name": name}).status_code == 201
+                assert other_client.delete(f"/sandboxes/{name}").status_code == 204
             responses = [response for future in futures for response in future.result()]
             assert len(responses) == 1000 and peak_session_count == sessions.MAX_SESSIONS
             refusals = [response for response in responses if response.status_code != 200]
@@ -289,8 +289,8 @@ def test_a_thousand_concurrent_sessions_are_limited_and_do_not_affect_others(
                 assert (refusal.status_code, refusal.json()["kind"]) == (429, "busy"), refusal.text
                 assert re.match(r"the limit of \d+ plan sessions for (the key|this gateway)", refusal.json()["message"])
                 assert refusal.headers["Retry-After"]
-            assert other.get(f"{plan_path}/snapshots/mark").status_code == 200
-    assert len(opened) > 1000
+            assert other_client.get(f"{plan_path}/snapshots/mark").status_code == 200
+    assert len(session_references) > 1000
     for key in keys:
         with memory_gateway.client(key) as client:
             for each in client.get("/plans").json()[::2]:
@@ -302,7 +302,7 @@ def test_a_thousand_concurrent_sessions_are_limited_and_do_not_affect_others(
     def is_freed() -> bool:
         gc.collect()
         # The event loop keeps cancelled timers, with the contexts of their requests, until they are due.
-        return sum(reference() is not None for reference in opened) < 5
+        return sum(reference() is not None for reference in session_references) < 5
 
     wait_until(is_freed, seconds=60)
 

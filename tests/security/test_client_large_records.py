@@ -141,7 +141,7 @@ LONG_FIELDS: dict[str, tuple[str, str, dict[str, Any], str]] = {
     "a template's description": ("POST", "/templates", {"description": "x" * 4096}, "description"),
     "a snapshot's description": ("POST", "/sandboxes/one/snapshots", {"description": "x" * 4096}, "description"),
 }
-"""Requests whose field has the maximum length, or almost."""
+"""Requests with a field whose length is the maximum or slightly less."""
 
 
 def lengthen(value: Any) -> Any:

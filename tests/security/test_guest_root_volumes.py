@@ -107,9 +107,9 @@ async def test_the_log_of_a_server_is_bounded(xfs_root: Path) -> None:
         log = os.open(f"/proc/{volume.pid}/fd/2", os.O_RDWR | os.O_CLOEXEC)
         s.stack.callback(os.close, log)
         assert os.fstat(log).st_size == LOG_BYTES
-        for grow in (lambda: os.pwrite(log, b"x", LOG_BYTES), lambda: os.ftruncate(log, LOG_BYTES + 1)):
+        for grow_log in (lambda: os.pwrite(log, b"x", LOG_BYTES), lambda: os.ftruncate(log, LOG_BYTES + 1)):
             with pytest.raises(PermissionError):
-                grow()
+                grow_log()
         assert os.pwrite(log, b"x" * (1 << 20), 0) == LOG_BYTES
         assert volume.mount_volume(guest), "a server with a full log does not work"
 
@@ -180,10 +180,10 @@ async def test_a_server_cannot_open_the_port_of_another(xfs_root: Path, monkeypa
     """The configuration tells the server to open that port, as a compromised server would."""
     async with setup(xfs_root) as s:
         volume, other_volume, (slot, _) = await s.create_volume(), await s.create_volume(), await s.create_guest()
-        render = server_start.render_configuration
+        original_render = server_start.render_configuration
 
         def render_for_other_port(address: str, gateway: str, name: str, port: int, *arguments: Any) -> str:
-            return render(address, gateway, name, other_volume.port if name == volume.id else port, *arguments)
+            return original_render(address, gateway, name, other_volume.port if name == volume.id else port, *arguments)
 
         monkeypatch.setattr(server_start, "render_configuration", render_for_other_port)
         with pytest.raises(BackendFailed, match="Error binding"):
@@ -355,7 +355,7 @@ def test_a_server_cannot_plant_a_file_while_the_gateway_writes(tmp_path: Path, m
     directory.mkdir()
     new_path = directory / f"{launcher.CONFIG_FILE}.new"
     existing_file.write_text("unchanged")
-    unlink = os.unlink
+    original_unlink = os.unlink
     directory_fd = os.open(directory, os.O_PATH)
     for plant in (
         lambda: new_path.symlink_to(existing_file),
@@ -365,7 +365,7 @@ def test_a_server_cannot_plant_a_file_while_the_gateway_writes(tmp_path: Path, m
 
         def unlink_and_plant(path: str, *, dir_fd: int | None = None, plant: Callable[[], None] = plant) -> None:
             with contextlib.suppress(FileNotFoundError):
-                unlink(path, dir_fd=dir_fd)
+                original_unlink(path, dir_fd=dir_fd)
             plant()
 
         with monkeypatch.context() as patch:

@@ -209,8 +209,8 @@ def test_a_plan_session_reads_no_files_of_the_host_and_contacts_no_registry(
         plan_path = f"/plans/{client.post('/plans', json={'run': secrets.token_hex()}).json()['planID']}"
         for source in sources:
             assert client.post(f"{plan_path}/templates", json={"name": "web", **source}).status_code == 202
-            announced = client.post(f"{plan_path}/v3/templates", json={"name": "web"}).json()
-            path = f"{plan_path}/v2/templates/{announced['templateID']}/builds/{announced['buildID']}"
+            announced_build = client.post(f"{plan_path}/v3/templates", json={"name": "web"}).json()
+            path = f"{plan_path}/v2/templates/{announced_build['templateID']}/builds/{announced_build['buildID']}"
             body = {"fromImage": source.get("image", "app")}
             assert client.post(path, json=body).status_code == 202
         client.delete(plan_path)
@@ -224,7 +224,7 @@ def test_a_plan_session_predicts_builds_from_the_last_digest_of_their_source(
     tarball = tmp_path / "rootfs.tar"
     body = {"name": "web", "from": "rootfs", "path": str(tarball)}
 
-    def predict(key: str, path: str = "/templates") -> int:
+    def predict_build(key: str, path: str = "/templates") -> int:
         with memory_gateway.client(key) as client:
             plan_path = f"/plans/{client.post('/plans', json={'run': secrets.token_hex()}).json()['planID']}"
             client.get(f"{plan_path}/templates")
@@ -233,15 +233,15 @@ def test_a_plan_session_predicts_builds_from_the_last_digest_of_their_source(
             client.delete(plan_path)
         return responses[0]
 
-    assert (predict(ADMIN_KEY), predict(READ_KEY)) == (400, 202)
+    assert (predict_build(ADMIN_KEY), predict_build(READ_KEY)) == (400, 202)
     tarball.write_bytes(b"one")
-    assert (predict(ADMIN_KEY), predict(READ_KEY)) == (202, 202)
+    assert (predict_build(ADMIN_KEY), predict_build(READ_KEY)) == (202, 202)
     with memory_gateway.client() as client:
         assert _build(client, "/templates", body) == 202
-    assert (predict(ADMIN_KEY), predict(READ_KEY)) == (200, 200)
+    assert (predict_build(ADMIN_KEY), predict_build(READ_KEY)) == (200, 200)
     tarball.write_bytes(b"two")
-    assert (predict(ADMIN_KEY), predict(READ_KEY)) == (202, 200)
-    assert (predict(ADMIN_KEY, "/templates/web"), predict(READ_KEY, "/templates/web")) == (202, 200)
+    assert (predict_build(ADMIN_KEY), predict_build(READ_KEY)) == (202, 200)
+    assert (predict_build(ADMIN_KEY, "/templates/web"), predict_build(READ_KEY, "/templates/web")) == (202, 200)
 
 
 def _build(client: httpx.Client, path: str, body: dict[str, Any]) -> int:

@@ -256,13 +256,13 @@ class ActionModule(GatewayActionModule):
                 print(json.dumps([is_unsafe(text), text]), file=file)
         return result
 """
-"""An action plugin that runs one of ours, and records each string in its result, before Ansible marks it as unsafe."""
+"""An action plugin that runs one of ours and records each string of its result before Ansible marks it as unsafe."""
 
 
 def test_action_results_are_marked_as_unsafe(
     core: str, gateway: HostileGateway, hostile_templates: HostileTemplates, tmp_path: Path
 ) -> None:
-    """ansible-core marks the results of tasks too. This checks the plugins without it."""
+    """ansible-core also marks the results of tasks. This test checks what the plugins do on their own."""
     gateway.add_sandbox("web", dict(hostile_templates.texts))
     gateway.rejects_changes, gateway.text = True, hostile_templates.combined_text
     file, plugins = tmp_path / "strings", tmp_path / "action_plugins"
@@ -458,8 +458,8 @@ def yield_response_with_trailing_data() -> Iterator[bytes]:
         yield bytes(64 << 10)
 
 
-def make_response_with_end(end: dict[str, Any]) -> bytes:
-    return START_FRAME + make_frame({"event": {"end": end}}) + make_frame(b"{}", END_STREAM_FLAG)
+def make_response_with_end(end_event: dict[str, Any]) -> bytes:
+    return START_FRAME + make_frame({"event": {"end": end_event}}) + make_frame(b"{}", END_STREAM_FLAG)
 
 
 def list_invalid_responses(hostile_templates: HostileTemplates) -> dict[str, tuple[Any, str]]:

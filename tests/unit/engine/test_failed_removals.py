@@ -42,7 +42,7 @@ def test_the_other_forks_are_removed_and_the_first_error_is_raised(tmp_path: Pat
             with pytest.raises(error):
                 await engine.forks.fork("t", ForkSpec(names=["one", "two", "three"]))
             assert engine.sandboxes.list() == [] and len(host.machines) == 1
-            assert "two" not in {sandbox.name for sandbox in host.saved.values()}
+            assert "two" not in {sandbox.name for sandbox in host.saved_sandboxes.values()}
 
     asyncio.run(run_scenario())
 

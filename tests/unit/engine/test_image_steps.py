@@ -37,16 +37,16 @@ def test_each_command_sees_the_settings_of_the_steps_before_it() -> None:
         ],
         MAX_BYTES,
     )
-    first, second, third = map(parse_command, steps.commands)
-    assert first == {"args": ["/bin/sh", "-c", "first"]}
-    assert second == {
+    first_command, second_command, third_command = map(parse_command, steps.commands)
+    assert first_command == {"args": ["/bin/sh", "-c", "first"]}
+    assert second_command == {
         "args": ["/bin/sh", "-c", "second; 'quoted'"],
         "env": {"A": "1", "B": "it's $HOME"},
         "cwd": "/srv",
         "user": "app",
     }
-    assert third["env"] == {"A": "2", "B": "it's $HOME"}
-    assert (third["cwd"], third["user"]) == ("/srv/below", "root")
+    assert third_command["env"] == {"A": "2", "B": "it's $HOME"}
+    assert (third_command["cwd"], third_command["user"]) == ("/srv/below", "root")
     assert parse_command(steps.build_command("start"))["user"] == "app"
 
 

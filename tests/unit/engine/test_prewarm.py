@@ -246,10 +246,10 @@ async def test_if_one_of_several_records_cannot_be_saved_no_sandbox_remains(engi
         await original_save(sandbox)
 
     host.save = fail_second  # type: ignore[method-assign]
-    initial_record_count = len(host.saved)
+    initial_record_count = len(host.saved_sandboxes)
     with pytest.raises(NoSpace):
         await engine.forks.fork("s", ForkSpec(count=3))
-    assert save_count == 3 and len(host.saved) == initial_record_count and len(host.machines) == 1
+    assert save_count == 3 and len(host.saved_sandboxes) == initial_record_count and len(host.machines) == 1
     assert [each.name for each in engine.sandboxes.list()] == ["a"]
 
 

@@ -307,8 +307,8 @@ def _upload(monkeypatch: pytest.MonkeyPatch, response: bytes, size: int, *, read
 
 @pytest.mark.parametrize("size", [0, 1, 3_000_000])
 def test_an_upload_arrives_complete(monkeypatch: pytest.MonkeyPatch, size: int) -> None:
-    received = _upload(monkeypatch, _make_http_response(200, b"[]"), size)
-    head, _, body = received.partition(b"\r\n\r\n")
+    received_data = _upload(monkeypatch, _make_http_response(200, b"[]"), size)
+    head, _, body = received_data.partition(b"\r\n\r\n")
     assert head.startswith(b"POST /files?path=%2Fa+b.tar&username=root HTTP/1.1\r\n")
     assert body == bytes(size)
 

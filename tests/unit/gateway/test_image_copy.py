@@ -153,9 +153,9 @@ def test_contents_links_modes_and_times_are_kept(image: Image) -> None:
 def test_the_owner_and_the_mode_apply_to_everything_that_is_copied(
     image: Image, owner: str, ids: tuple[int, int]
 ) -> None:
-    other = image.workdir / "other"
-    other.write_text("other")
-    status_before = other.lstat(), image.workdir.stat().st_mode
+    other_file = image.workdir / "other"
+    other_file.write_text("other")
+    status_before = other_file.lstat(), image.workdir.stat().st_mode
     assert image.copy("app", "new/dir", owner, "0640") == ""
     for path in (image.workdir / "new").rglob("*"):
         status = path.lstat()
@@ -164,7 +164,7 @@ def test_the_owner_and_the_mode_apply_to_everything_that_is_copied(
             assert stat.S_IMODE(status.st_mode) == 0o640, path
     created_status = (image.workdir / "new").stat()
     assert (created_status.st_uid, stat.S_IMODE(created_status.st_mode)) == (ids[0], 0o755)
-    assert (other.lstat(), image.workdir.stat().st_mode) == status_before
+    assert (other_file.lstat(), image.workdir.stat().st_mode) == status_before
 
 
 def test_a_directory_is_merged_into_an_existing_one(image: Image) -> None:

@@ -103,9 +103,9 @@ def test_a_file_is_read_again_only_if_it_has_changed(tmp_path: Path, monkeypatch
     assert (path.stat().st_size, path.stat().st_ino) == (status.st_size, status.st_ino)
     with pytest.raises(Failure, match="has been edited"):
         _plan_file.load(str(path))
-    other = make_document(lifetime_seconds=3600)
-    _plan_file.save(str(path), other)
-    assert _plan_file.load(str(path)) == other
+    other_document = make_document(lifetime_seconds=3600)
+    _plan_file.save(str(path), other_document)
+    assert _plan_file.load(str(path)) == other_document
     path.unlink()
     with pytest.raises(Failure, match="does not exist"):
         _plan_file.load(str(path))

@@ -94,8 +94,8 @@ def test_without_the_callback_only_the_failures_of_the_only_play_are_known(
     playbooks = (str(path), str(path)) if kind == "two playbooks" else "web" if kind == "ad hoc" else (str(path),)
     start_run(monkeypatch, playbooks=playbooks, has_callback=False)
     known_problems = ["a task failed on host db, or the host was unreachable"]
-    unknown = ["it is unknown whether tasks failed, because the callback grove.sandbox.plan is not enabled"]
-    expected = known_problems if kind in ("one play", "ad hoc") else unknown
+    unknown_problems = ["it is unknown whether tasks failed, because the callback grove.sandbox.plan is not enabled"]
+    expected = known_problems if kind in ("one play", "ad hoc") else unknown_problems
     assert look_up(variables=VARIABLES)["problems"] == expected
 
 

@@ -99,5 +99,5 @@ def test_each_task_of_a_test_playbook_has_its_own_line(tmp_path: Path) -> None:
     text = (tmp_path / "play.yml").read_text()
     assert text.startswith("---\n"), "Ansible would read it as JSON, without lines"
     (play,) = yaml.compose(text).value
-    first, second = next(value.value for key, value in play.value if key.value == "tasks")
-    assert first.start_mark.line < second.start_mark.line
+    first_task, second_task = next(value.value for key, value in play.value if key.value == "tasks")
+    assert first_task.start_mark.line < second_task.start_mark.line
