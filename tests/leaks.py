@@ -102,10 +102,10 @@ def sweep_earlier_runs() -> None:
         run_name = path.name.removeprefix("run-")
         pid, _, code = run_name.partition("-")
         if pid.isdigit() and code and not Path(f"/proc/{pid}").exists():
-            _sweep(path, run_name, f"t{code}")
+            _sweep_run(path, run_name, f"t{code}")
 
 
-def _sweep(path: Path, run_name: str, prefix: str) -> None:
+def _sweep_run(path: Path, run_name: str, prefix: str) -> None:
     for pid in _find_processes(path, run_name):
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)

@@ -56,7 +56,7 @@ def get_plan_id(client: httpx.Client) -> str:
     return client.base_url.path.strip("/").rpartition("/")[2]
 
 
-def list_everything(client: httpx.Client) -> dict[str, Any]:
+def list_all_objects(client: httpx.Client) -> dict[str, Any]:
     return {
         path: client.get(path).json() for path in ("/sandboxes", "/snapshots", "/volumes", "/templates", "/lineage")
     }
@@ -65,7 +65,7 @@ def list_everything(client: httpx.Client) -> dict[str, Any]:
 def test_later_requests_see_what_earlier_ones_planned(
     api: httpx.Client, sandbox: dict[str, Any], plan: httpx.Client, memory_gateway: MemoryGateway
 ) -> None:
-    everything_before, fork_count = list_everything(api), memory_gateway.host.fork_count
+    everything_before, fork_count = list_all_objects(api), memory_gateway.host.fork_count
     response = plan.post("/sandboxes/one/snapshots", json={"name": "mark"})
     assert response.status_code == 201, response.text
     snapshot = response.json()
@@ -82,13 +82,13 @@ def test_later_requests_see_what_earlier_ones_planned(
     assert all(PLANNED_ID.fullmatch(each["sandboxID"]) for each in forks), (
         "planned ids can be distinguished from real ones"
     )
-    assert list_everything(api) == everything_before
+    assert list_all_objects(api) == everything_before
     assert memory_gateway.host.fork_count == fork_count
     assert plan.post("/sandboxes/one/pause").is_success and plan.post("/sandboxes/a/pause").is_success
     assert plan.get("/sandboxes/a").json()["state"] == "paused"
     assert plan.post("/sandboxes/a/resume", json={}).is_success
     assert plan.get("/sandboxes/a").json()["state"] == "running"
-    assert list_everything(api) == everything_before
+    assert list_all_objects(api) == everything_before
 
 
 def test_templates_and_volumes_are_planned(
@@ -96,7 +96,7 @@ def test_templates_and_volumes_are_planned(
 ) -> None:
     api.post("/volumes", json={"name": "data", "sizeMB": 100})
     plan = start_plan(None)
-    everything_before = list_everything(api)
+    everything_before = list_all_objects(api)
     build = plan.post("/templates", json={"name": "web", "setup": ["true"], "readyProbe": "true"}).json()
     plan.get(f"/templates/{build['templateID']}/builds/{build['buildID']}/logs", params={"follow": True})
     assert plan.post("/sandboxes", json={"templateID": "web", "name": "two"}).status_code == 201
@@ -107,7 +107,7 @@ def test_templates_and_volumes_are_planned(
     refusal = plan.delete("/volumes/copy")
     assert (refusal.status_code, refusal.json()["kind"]) == (409, "in_use")
     assert plan.get("/volumes/data").json()["sizeMB"] == 200
-    assert list_everything(api) == everything_before
+    assert list_all_objects(api) == everything_before
     assert api.delete("/volumes/data").status_code == 204
 
 
@@ -190,12 +190,12 @@ def test_no_route_acts_on_the_host_if_the_session_is_unknown(
         if method != "get" and not path.startswith("/plans")
     ]
     assert len(routes) > 30
-    everything_before = list_everything(api)
+    everything_before = list_all_objects(api)
     with memory_gateway.client(READ_KEY) as reader:
         for method, path in routes:
             response = reader.request(method, f"/plans/{'0' * 32}{path}", json={})
             assert response.status_code in (400, 404), (method, path, response.text)
-    assert list_everything(api) == everything_before
+    assert list_all_objects(api) == everything_before
 
 
 @pytest.mark.parametrize("route", ["/sandboxes/one/exec", "/v1/sandboxes/one/exec", "/v1/sandboxes/one/eval"])

@@ -649,14 +649,14 @@ def test_cancellation_at_any_await_leaks_no_connection() -> None:
 async def _cancel_at_each_await() -> None:
     accepted_writers: asyncio.Queue[asyncio.StreamWriter] = asyncio.Queue()
 
-    async def accept(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    async def accept_connection(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         accepted_writers.put_nowait(writer)
         while await reader.read(4096):
             pass
         writer.close()
 
     open_count_by_turns: dict[int, int] = {}
-    server = await asyncio.start_server(accept, "127.0.0.1", 0)
+    server = await asyncio.start_server(accept_connection, "127.0.0.1", 0)
     async with server:
         port = server.sockets[0].getsockname()[1]
         for turns in range(30):

@@ -92,13 +92,13 @@ def test_the_extents_may_change_while_they_are_read(
     api: httpx.Client, snapshot: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The page cache makes the kernel report data in extents that were holes before they were read."""
-    list_extents, calls = MemorySource.extents, []
+    original_extents, calls = MemorySource.extents, []
 
     def list_growing_extents(source: MemorySource, part: SnapshotPart) -> Iterator[tuple[int, int]]:
         calls.append(part)
         if calls.count(part) > 1:
             source.contents[part] += b"new"
-        return list_extents(source, part)
+        return original_extents(source, part)
 
     monkeypatch.setattr(MemorySource, "extents", list_growing_extents)
     assert import_snapshot(api, export_snapshot(api), name="copy").status_code == 201

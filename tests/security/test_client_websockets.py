@@ -183,11 +183,11 @@ def test_a_long_refusal_of_a_handshake_does_not_delay_others(
     """The service never closes the connection. Each of the tiny chunks once took as long as copying the whole body."""
     responses: list[Any] = []
     read_sizes: list[int] = []
-    receive_data = ClientFragmentProtocol.receive_data
+    original_receive_data = ClientFragmentProtocol.receive_data
 
     def record_read(protocol: ClientFragmentProtocol, data: bytes) -> None:
         read_sizes.append(len(data))
-        receive_data(protocol, data)
+        original_receive_data(protocol, data)
 
     monkeypatch.setattr(ClientFragmentProtocol, "receive_data", record_read)
 

@@ -326,13 +326,13 @@ def test_large_responses_of_one_sandbox_are_limited_in_total(
         await reader.read()
 
     statuses: list[int] = []
-    can_retry: list[bool] = []
+    retry_flags: list[bool] = []
 
     def attack() -> None:
         with memory_gateway.client() as client:
             response = client.post("/sandboxes/one/exec", json={"args": ["x"], "timeout": 0.1}, timeout=100)
             statuses.append(response.status_code)
-            can_retry.append("retry-after" in response.headers)
+            retry_flags.append("retry-after" in response.headers)
 
     with (
         memory_gateway.client() as client,
@@ -348,7 +348,7 @@ def test_large_responses_of_one_sandbox_are_limited_in_total(
         for thread in threads:
             thread.join(100)
     assert not guest_json._held_bytes
-    assert not any(can_retry), "the client would run the command again"
+    assert not any(retry_flags), "the client would run the command again"
 
 
 async def test_responses_of_all_sandboxes_are_limited_in_total(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -392,7 +392,7 @@ async def test_a_server_that_prevents_the_gateways_writes_is_replaced(xfs_root: 
 
 
 @contextlib.contextmanager
-def process_with_descriptor(path: Path, descriptor: int, flags: int) -> Iterator[subprocess.Popen[bytes]]:
+def running_process_with_descriptor(path: Path, descriptor: int, flags: int) -> Iterator[subprocess.Popen[bytes]]:
     """Run a process in which ``descriptor`` refers to ``path``, as a compromised process can arrange with dup2(2)."""
     script = f"import os; os.dup2(os.open({str(path)!r}, {flags}), {descriptor}); print(flush=True); input()"
     command = [sys.executable, "-I", "-S", "-c", script]
@@ -406,7 +406,7 @@ def process_with_descriptor(path: Path, descriptor: int, flags: int) -> Iterator
 
 
 def test_a_server_cannot_choose_the_directory_to_which_the_gateway_writes(tmp_path: Path) -> None:
-    with process_with_descriptor(tmp_path, launcher.ROOT_FD, os.O_RDONLY) as process:
+    with running_process_with_descriptor(tmp_path, launcher.ROOT_FD, os.O_RDONLY) as process:
         server = ServerProcess("volume", process.pid, ServerSettings("", 0, {}), pidfd=os.pidfd_open(process.pid))
         with pytest.raises(BackendFailed, match="has closed its root directory"):
             server.configure("text")
@@ -419,7 +419,7 @@ def test_the_gateway_does_not_read_a_file_that_replaces_a_log(tmp_path: Path) ->
     secret_file = tmp_path / "secret"
     secret_file.write_text("secret")
     for directory in (None, tmp_path):
-        with process_with_descriptor(secret_file, 2, os.O_PATH) as process, pytest.raises(OSError):
+        with running_process_with_descriptor(secret_file, 2, os.O_PATH) as process, pytest.raises(OSError):
             read_log(open_log_of(process.pid, directory))
 
 

@@ -191,11 +191,11 @@ def test_a_plan_session_reads_no_files_of_the_host_and_contacts_no_registry(
 ) -> None:
     """Responses that differ would show which files exist and which ports are open; /dev/zero would never end."""
     read_sources = []
-    compute_digest = memory_gateway.host.source_digest
+    original_compute_digest = memory_gateway.host.source_digest
 
     async def record_read(recipe: Recipe) -> str:
         read_sources.append(recipe.path or recipe.image)
-        return await compute_digest(recipe)
+        return await original_compute_digest(recipe)
 
     monkeypatch.setattr(memory_gateway.host, "source_digest", record_read)
     (tmp_path / "existing").touch()
@@ -228,7 +228,7 @@ def test_a_plan_session_predicts_builds_from_the_last_digest_of_their_source(
         with memory_gateway.client(key) as client:
             plan_path = f"/plans/{client.post('/plans', json={'run': secrets.token_hex()}).json()['planID']}"
             client.get(f"{plan_path}/templates")
-            responses = [_build(client, plan_path + path, body) for _ in range(2)]
+            responses = [_build_template(client, plan_path + path, body) for _ in range(2)]
             assert responses[1] in (responses[0], 200), "the session remembers its own builds"
             client.delete(plan_path)
         return responses[0]
@@ -237,14 +237,14 @@ def test_a_plan_session_predicts_builds_from_the_last_digest_of_their_source(
     tarball.write_bytes(b"one")
     assert (predict_build(ADMIN_KEY), predict_build(READ_KEY)) == (202, 202)
     with memory_gateway.client() as client:
-        assert _build(client, "/templates", body) == 202
+        assert _build_template(client, "/templates", body) == 202
     assert (predict_build(ADMIN_KEY), predict_build(READ_KEY)) == (200, 200)
     tarball.write_bytes(b"two")
     assert (predict_build(ADMIN_KEY), predict_build(READ_KEY)) == (202, 200)
     assert (predict_build(ADMIN_KEY, "/templates/web"), predict_build(READ_KEY, "/templates/web")) == (202, 200)
 
 
-def _build(client: httpx.Client, path: str, body: dict[str, Any]) -> int:
+def _build_template(client: httpx.Client, path: str, body: dict[str, Any]) -> int:
     """Request a build and wait until it has ended. Returns the status of the response."""
     response = client.post(path, json=body if path.endswith("/templates") else None)
     if response.status_code == 202:

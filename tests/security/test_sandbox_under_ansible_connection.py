@@ -184,20 +184,20 @@ def test_facts_cannot_redirect_tasks(
     assert "must not come from facts" in output, output
 
 
-@pytest.mark.parametrize("sandbox_set_by", ["name", "address"])
+@pytest.mark.parametrize("sandbox_source", ["name", "address"])
 def test_a_fact_cannot_name_another_host(
     core: str,
     gateway: FakeGateway,
     attacker_server: FakeGateway,
     secret_files: SecretFiles,
     tmp_path: Path,
-    sandbox_set_by: str,
+    sandbox_source: str,
 ) -> None:
     """Facts can override `inventory_hostname`. They must not redirect tasks to another sandbox or gateway."""
     add_host_play = make_add_host_play(gateway, secret_files)
     (guest_task,) = add_host_play["tasks"]
     variables = guest_task["ansible.builtin.add_host"]
-    if sandbox_set_by == "name":
+    if sandbox_source == "name":
         # Without ansible_host, the name of the host is the name of the sandbox.
         del variables["ansible_host"]
     # Another host of the operator. The sandbox can name it, and its variables, in facts.

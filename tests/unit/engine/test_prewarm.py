@@ -257,12 +257,12 @@ async def test_nothing_is_measured_while_nothing_is_prewarmed(
     engine: Engine, host: _Host, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     measurement_count = 0
-    read_room = host.room
+    original_room = host.room
 
     async def count_measurement() -> Room:
         nonlocal measurement_count
         measurement_count += 1
-        return await read_room()
+        return await original_room()
 
     monkeypatch.setattr(host, "room", count_measurement)
     engine.prewarm._change_event.set()

@@ -72,26 +72,26 @@ async def engine(tmp_path: Path, host: _Host) -> AsyncIterator[Engine]:
         yield engine
 
 
-async def _fork(engine: Engine) -> None:
+async def _fork_snapshot(engine: Engine) -> None:
     await engine.forks.fork("s", ForkSpec(count=3))
 
 
-async def _clone(engine: Engine) -> None:
+async def _clone_sandbox(engine: Engine) -> None:
     await engine.forks.clone("a", ForkSpec(count=3))
 
 
-async def _capture(engine: Engine) -> None:
+async def _capture_sandbox(engine: Engine) -> None:
     await engine.snapshots.create("a", name="more")
 
 
-async def _pause(engine: Engine) -> None:
+async def _pause_sandbox(engine: Engine) -> None:
     await engine.sandboxes.pause("a")
 
 
 Operation = Callable[[Engine], Awaitable[None]]
 
 
-@pytest.mark.parametrize("operation", [_fork, _clone, _capture, _pause])
+@pytest.mark.parametrize("operation", [_fork_snapshot, _clone_sandbox, _capture_sandbox, _pause_sandbox])
 async def test_an_operation_is_refused_before_it_begins_if_the_disk_would_be_full(
     engine: Engine, host: _Host, operation: Operation
 ) -> None:
@@ -107,7 +107,7 @@ async def test_an_operation_is_refused_before_it_begins_if_the_disk_would_be_ful
     await operation(engine)
 
 
-@pytest.mark.parametrize("operation", [_fork, _clone, _capture, _pause])
+@pytest.mark.parametrize("operation", [_fork_snapshot, _clone_sandbox, _capture_sandbox, _pause_sandbox])
 async def test_an_operation_measures_the_room_once(tmp_path: Path, operation: Operation) -> None:
     """A measurement takes two commands on a jail host. The host stalls no machines, so the engine does not poll it."""
     host = _Host()
@@ -131,9 +131,9 @@ async def test_a_capture_is_refused_only_if_the_memory_in_use_would_fill_the_dis
     host.memory_bytes = used_mb * MIB
     if is_refused:
         with pytest.raises(NoSpace, match=r"a capture of a \(up to 200 MiB\) would leave"):
-            await _capture(engine)
+            await _capture_sandbox(engine)
     else:
-        await _capture(engine)
+        await _capture_sandbox(engine)
 
 
 @pytest.mark.parametrize(
@@ -150,9 +150,9 @@ async def test_a_capture_is_refused_if_it_would_fill_the_memory_root(
         with pytest.raises(
             NoSpace, match=r"a capture of a \(up to 200 MiB\) would .* in the memory root /memory, which"
         ):
-            await _capture(engine)
+            await _capture_sandbox(engine)
     else:
-        await _capture(engine)
+        await _capture_sandbox(engine)
     host.set_free_space(disk_mb=999)
     with pytest.raises(NoSpace, match="the host has 999 MiB free"):
         await engine.snapshots.create("a")
@@ -161,9 +161,9 @@ async def test_a_capture_is_refused_if_it_would_fill_the_memory_root(
 async def test_a_full_memory_root_refuses_only_captures_with_memory(engine: Engine, host: _Host) -> None:
     host.available_room = replace(host.available_room, memory_disk=MemoryDisk("/memory", 0, 9000 * MIB))
     await engine.snapshots.create("a", name="disk", memory="none")
-    await _fork(engine)
+    await _fork_snapshot(engine)
     with pytest.raises(NoSpace, match="memory root"):
-        await _clone(engine)
+        await _clone_sandbox(engine)
 
 
 async def test_the_space_of_an_unavailable_memory_root_is_not_checked(engine: Engine, host: _Host) -> None:
@@ -171,7 +171,7 @@ async def test_the_space_of_an_unavailable_memory_root_is_not_checked(engine: En
     host.available_room = replace(
         host.available_room, memory_disk=MemoryDisk("/memory", problem="/memory is not mounted")
     )
-    await _capture(engine)
+    await _capture_sandbox(engine)
 
 
 async def test_a_capture_without_memory_needs_only_the_reserve(engine: Engine, host: _Host) -> None:
@@ -179,7 +179,7 @@ async def test_a_capture_without_memory_needs_only_the_reserve(engine: Engine, h
     await engine.snapshots.create("a", name="disk", memory="none")
 
 
-@pytest.mark.parametrize("operation", [_fork, _clone])
+@pytest.mark.parametrize("operation", [_fork_snapshot, _clone_sandbox])
 async def test_new_machines_are_refused_if_they_would_exhaust_the_memory(
     engine: Engine, host: _Host, operation: Operation
 ) -> None:

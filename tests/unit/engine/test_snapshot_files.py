@@ -249,9 +249,9 @@ def test_chunks_that_overlap_or_exceed_the_announced_data_are_refused() -> None:
     with pytest.raises(Invalid, match="out of place"):
         decode_file(sign_records(overlapping_chunks))
     zeros = bytes(CHUNK_BYTES)
-    nine_mib = [frame_chunk(2, number * CHUNK_BYTES, CHUNK_BYTES, compress(zeros), zeros) for number in range(9)]
+    nine_mib_chunks = [frame_chunk(2, number * CHUNK_BYTES, CHUNK_BYTES, compress(zeros), zeros) for number in range(9)]
     with pytest.raises(Invalid, match="disk has more data than the manifest says"):
-        decode_file(sign_records(nine_mib))
+        decode_file(sign_records(nine_mib_chunks))
 
 
 @pytest.mark.parametrize(
@@ -270,9 +270,9 @@ def test_chunks_that_take_more_disk_than_announced_are_refused(
 def test_a_signature_by_another_key_is_refused() -> None:
     other_encoder = Encoder(Signer(b"o" * 32))
     head = other_encoder.encode_head(make_manifest())
-    signed_by_other = head.replace(Signer(b"o" * 32).public_key, SIGNER.public_key)
+    foreign_head = head.replace(Signer(b"o" * 32).public_key, SIGNER.public_key)
     with pytest.raises(Invalid, match="the signature of its manifest does not match"):
-        decode_file(signed_by_other)
+        decode_file(foreign_head)
 
 
 BAD_FIELDS: dict[str, dict[str, Any]] = {

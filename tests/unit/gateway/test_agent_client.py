@@ -279,7 +279,9 @@ def test_an_unpaired_surrogate_is_replaced(monkeypatch: pytest.MonkeyPatch) -> N
     assert _call_agent(response, monkeypatch, lambda client: client.eval("x", timeout=1)).result == "?"
 
 
-def _upload(monkeypatch: pytest.MonkeyPatch, response: bytes, size: int, *, read_bytes: int | None = None) -> bytes:
+def _upload_file(
+    monkeypatch: pytest.MonkeyPatch, response: bytes, size: int, *, read_bytes: int | None = None
+) -> bytes:
     """Upload ``size`` bytes to an agent that reads ``read_bytes`` of them before it responds. Returns what it read."""
     received_data = bytearray()
 
@@ -307,7 +309,7 @@ def _upload(monkeypatch: pytest.MonkeyPatch, response: bytes, size: int, *, read
 
 @pytest.mark.parametrize("size", [0, 1, 3_000_000])
 def test_an_upload_arrives_complete(monkeypatch: pytest.MonkeyPatch, size: int) -> None:
-    received_data = _upload(monkeypatch, _make_http_response(200, b"[]"), size)
+    received_data = _upload_file(monkeypatch, _make_http_response(200, b"[]"), size)
     head, _, body = received_data.partition(b"\r\n\r\n")
     assert head.startswith(b"POST /files?path=%2Fa+b.tar&username=root HTTP/1.1\r\n")
     assert body == bytes(size)
@@ -317,9 +319,9 @@ def test_an_agent_that_refuses_an_upload_while_it_is_sent_says_why(monkeypatch: 
     """The rest of the file, which does not fit into the buffers of the connection, is never read."""
     response = _make_http_response(507, b'{"message": "no space left"}')
     with pytest.raises(BackendFailed, match="no space left"):
-        _upload(monkeypatch, response, 64 << 20, read_bytes=10)
+        _upload_file(monkeypatch, response, 64 << 20, read_bytes=10)
 
 
 def test_an_agent_that_hangs_up_during_an_upload_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(BackendFailed, match="the connection to the sandbox was lost"):
-        _upload(monkeypatch, b"", 1 << 20)
+        _upload_file(monkeypatch, b"", 1 << 20)

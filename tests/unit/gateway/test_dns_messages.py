@@ -48,14 +48,22 @@ def test_a_damaged_query_is_parsed_or_ignored(index: int, byte: int) -> None:
 
 def test_other_messages_are_not_queries() -> None:
     response = dns.message.make_response(dns.message.from_wire(QUERY)).to_wire()
-    update = dns.message.make_query("api.example.com", "SOA")
-    update.set_opcode(dns.opcode.UPDATE)
-    two_questions = dns.message.make_query("a.example.com", "A")
-    two_questions.question += dns.message.make_query("b.example.com", "A").question
+    update_message = dns.message.make_query("api.example.com", "SOA")
+    update_message.set_opcode(dns.opcode.UPDATE)
+    query_with_two_questions = dns.message.make_query("a.example.com", "A")
+    query_with_two_questions.question += dns.message.make_query("b.example.com", "A").question
     chaos_query = dns.message.make_query("version.bind", "TXT", "CH").to_wire()
     long_query = dns.message.make_query("api.example.com", "A", use_edns=0, pad=1000).to_wire()
     assert len(long_query) > MAX_MESSAGE_BYTES
-    for data in (b"", QUERY[:12], response, update.to_wire(), two_questions.to_wire(), chaos_query, long_query):
+    for data in (
+        b"",
+        QUERY[:12],
+        response,
+        update_message.to_wire(),
+        query_with_two_questions.to_wire(),
+        chaos_query,
+        long_query,
+    ):
         assert parse_query(data) is None
     assert parse_query(QUERY) is not None
 

@@ -65,11 +65,11 @@ class Slot:
         self.failure: BackendFailed | None = None
         self._socket = bind_socket()
         self._address = self._socket.getsockname()
-        self.resolver = Resolver(self._socket, make_name_policy(*allowed), self.upstream, self._open)
+        self.resolver = Resolver(self._socket, make_name_policy(*allowed), self.upstream, self._open_addresses)
         self.guest = bind_socket()
         self.guest.connect(self._address)
 
-    async def _open(self, seconds: Mapping[str, int]) -> None:
+    async def _open_addresses(self, seconds: Mapping[str, int]) -> None:
         if self.failure:
             raise self.failure
         self.opened_addresses.append(dict(seconds))

@@ -373,10 +373,10 @@ def test_a_gateway_that_is_too_old_applies_no_plan(
     gateway: MemoryGateway, client: Client, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (entry,) = make_plan(gateway, UPDATE_TASK)
-    old_path = client.call
+    original_call = client.call
 
     def call(self: Client, method: str, path: str, **options: Any) -> Any:
-        return old_path(method, path.replace("/applied-runs", "/unknown-route"), **options)
+        return original_call(method, path.replace("/applied-runs", "/unknown-route"), **options)
 
     before = read_state(client)
     monkeypatch.setattr(Client, "call", call)
@@ -439,13 +439,13 @@ def test_an_action_outside_the_plan_is_refused(gateway: MemoryGateway, client: C
 
 
 def test_secrets_are_compared_but_not_stored(gateway: MemoryGateway, client: Client) -> None:
-    def create(secret: str) -> Task:
+    def make_task(secret: str) -> Task:
         return ("sandbox", {"name": ["safe"], "template": "base", "env": {"TOKEN": secret}})
 
-    (entry,) = make_plan(gateway, create("correct-horse"))
+    (entry,) = make_plan(gateway, make_task("correct-horse"))
     assert "correct-horse" not in json.dumps(entry)
-    assert "secrets" in apply_task(client, create("battery-staple"), entry)["msg"]
-    assert apply_task(client, create("correct-horse"), entry)["changed"]
+    assert "secrets" in apply_task(client, make_task("battery-staple"), entry)["msg"]
+    assert apply_task(client, make_task("correct-horse"), entry)["changed"]
 
 
 def test_equal_secrets_are_hashed_once(gateway: MemoryGateway, client: Client, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -458,11 +458,11 @@ def test_equal_secrets_are_hashed_once(gateway: MemoryGateway, client: Client, m
 
     monkeypatch.setattr(hashlib, "pbkdf2_hmac", count_hash)
     secret = f"unique-{uuid.uuid4()}"
-    create = ("sandbox", {"name": ["one", "two", "three"], "template": "base", "env": {"TOKEN": secret}})
-    second_create = ("sandbox", {"name": ["four"], "template": "base", "env": {"TOKEN": secret}})
-    entries = make_plan(gateway, create, second_create)
+    first_task = ("sandbox", {"name": ["one", "two", "three"], "template": "base", "env": {"TOKEN": secret}})
+    second_task = ("sandbox", {"name": ["four"], "template": "base", "env": {"TOKEN": secret}})
+    entries = make_plan(gateway, first_task, second_task)
     assert len(hashed_texts) == 1 and secret.encode() in hashed_texts[0]
-    assert apply_task(client, create, *entries)["changed"]
+    assert apply_task(client, first_task, *entries)["changed"]
     assert len(hashed_texts) == 1
 
 
@@ -471,10 +471,10 @@ def test_only_the_environment_is_a_secret(
 ) -> None:
     monkeypatch.delattr(hashlib, "pbkdf2_hmac")
     metadata = {"env": "prod", "envVars": "none"}
-    create = ("sandbox", {"name": ["box"], "template": "base", "metadata": metadata})
-    (entry,) = make_plan(gateway, create)
+    create_task = ("sandbox", {"name": ["box"], "template": "base", "metadata": metadata})
+    (entry,) = make_plan(gateway, create_task)
     assert entry["actions"][0]["request"]["body"]["metadata"] == metadata
-    assert apply_task(client, create, entry)["changed"]
+    assert apply_task(client, create_task, entry)["changed"]
     update = ("sandbox", {"name": ["box"], "metadata": {"env": "test"}})
     (entry,) = make_plan(gateway, update)
     assert entry["actions"][0]["request"]["body"] == {"metadata": {"env": "test"}}
@@ -482,57 +482,57 @@ def test_only_the_environment_is_a_secret(
 
 
 def test_planned_ids_stand_for_the_ids_of_the_run(gateway: MemoryGateway, client: Client) -> None:
-    create = ("sandbox", {"name": ["box"], "template": "base"})
-    remove = ("sandbox", {"name": ["box"], "state": "absent"})
-    entries = make_plan(gateway, create, remove)
+    create_task = ("sandbox", {"name": ["box"], "template": "base"})
+    remove_task = ("sandbox", {"name": ["box"], "state": "absent"})
+    entries = make_plan(gateway, create_task, remove_task)
     state = new_state()
-    result = apply_task(client, create, *entries, state=state)
+    result = apply_task(client, create_task, *entries, state=state)
     gateway_id, planned_id = entries[0]["gateway"], entries[0]["created"]["box"]
     assert state["bindings"][gateway_id][planned_id] == result["sandbox"]["id"]
     state_of_other_object = {**new_state(), "used": [0], "bindings": {gateway_id: {planned_id: "0123456789ab"}}}
-    assert "replaced by another one" in apply_task(client, remove, *entries, state=state_of_other_object)["msg"]
-    assert apply_task(client, remove, *entries, state=state)["changed"]
+    assert "replaced by another one" in apply_task(client, remove_task, *entries, state=state_of_other_object)["msg"]
+    assert apply_task(client, remove_task, *entries, state=state)["changed"]
 
 
 @pytest.mark.parametrize(
-    ("create", "remove"),
+    ("create_task", "remove_task"),
     [
         (("sandbox", {"name": ["box"], "template": "base"}), ("sandbox", {"name": ["box"], "state": "absent"})),
         (("volume", {"name": ["box"], "size_mb": 64}), ("volume", {"name": ["box"], "state": "absent"})),
     ],
 )
 def test_an_object_that_others_created_instead_of_the_run_is_kept(
-    gateway: MemoryGateway, client: Client, create: Task, remove: Task
+    gateway: MemoryGateway, client: Client, create_task: Task, remove_task: Task
 ) -> None:
-    entries = make_plan(gateway, create, remove)
-    run_task(client, *create)
+    entries = make_plan(gateway, create_task, remove_task)
+    run_task(client, *create_task)
     before = read_state(client)
     state = new_state()
-    assert "did not exist when the plan was made" in apply_task(client, create, entries[0], state=state)["msg"]
+    assert "did not exist when the plan was made" in apply_task(client, create_task, entries[0], state=state)["msg"]
     remaining_state = {**state, "used": [0]}
-    assert "replaced by another one" in apply_task(client, remove, *entries, state=remaining_state)["msg"]
+    assert "replaced by another one" in apply_task(client, remove_task, *entries, state=remaining_state)["msg"]
     assert read_state(client) == before
 
 
 def test_values_of_users_are_compared_regardless_of_their_keys(gateway: MemoryGateway, client: Client) -> None:
-    def create(value: str, timeout: int) -> Task:
+    def make_task(value: str, timeout: int) -> Task:
         metadata = {"address": value, "end": value, "serial": "000000001234"}
         return ("sandbox", {"name": ["box"], "template": "base", "metadata": metadata, "timeout": timeout})
 
-    (entry,) = make_plan(gateway, create("one", 5))
-    assert "in the plan" in apply_task(client, create("two", 5), entry)["msg"]
-    assert "in the plan" in apply_task(client, create("one", -1), entry)["msg"]
-    result = apply_task(client, create("one", 5), entry)
+    (entry,) = make_plan(gateway, make_task("one", 5))
+    assert "in the plan" in apply_task(client, make_task("two", 5), entry)["msg"]
+    assert "in the plan" in apply_task(client, make_task("one", -1), entry)["msg"]
+    result = apply_task(client, make_task("one", 5), entry)
     assert result["changed"], result
 
 
 def test_objects_are_compared_regardless_of_how_they_are_named(gateway: MemoryGateway, client: Client) -> None:
     ids = [client.get(f"/sandboxes/{name}")["sandboxID"] for name in ("web", "other")]
-    remove = ("sandbox", {"name": ids, "state": "absent"})
-    (entry,) = make_plan(gateway, remove)
+    remove_task = ("sandbox", {"name": ids, "state": "absent"})
+    (entry,) = make_plan(gateway, remove_task)
     client.patch("/sandboxes/web", {"metadata": {"keep": "me"}})
     before = read_state(client)
-    assert "has changed" in apply_task(client, remove, entry)["msg"]
+    assert "has changed" in apply_task(client, remove_task, entry)["msg"]
     assert read_state(client) == before
 
 
@@ -553,11 +553,11 @@ def test_mounted_volumes_are_compared(gateway: MemoryGateway, client: Client, ta
 
 
 def test_snapshots_of_a_volume_are_compared(gateway: MemoryGateway, client: Client) -> None:
-    remove = ("volume", {"name": ["data"], "state": "absent", "purge": True})
-    (entry,) = make_plan(gateway, remove)
+    remove_task = ("volume", {"name": ["data"], "state": "absent", "purge": True})
+    (entry,) = make_plan(gateway, remove_task)
     client.post("/volumes/data/snapshots", {"name": "precious"})
     before = read_state(client)
-    assert "the snapshots of volume 'data' have changed" in apply_task(client, remove, entry)["msg"]
+    assert "the snapshots of volume 'data' have changed" in apply_task(client, remove_task, entry)["msg"]
     assert read_state(client) == before
 
 
@@ -619,10 +619,10 @@ def test_a_rollback_that_proves_unnecessary_is_skipped(gateway: MemoryGateway, c
 
 
 def test_names_that_contain_a_secret_are_not_masked_in_the_plan(gateway: MemoryGateway, client: Client) -> None:
-    create = ("sandbox", {"name": ["production-db"], "template": "base", "env": {"STAGE": "production"}})
-    (entry,) = make_plan(gateway, create)
+    create_task = ("sandbox", {"name": ["production-db"], "template": "base", "env": {"STAGE": "production"}})
+    (entry,) = make_plan(gateway, create_task)
     assert entry["created"].keys() == {"production-db"}
-    assert apply_task(client, create, entry)["changed"]
+    assert apply_task(client, create_task, entry)["changed"]
 
 
 def test_a_changed_entry_does_not_match(gateway: MemoryGateway, client: Client) -> None:

@@ -377,13 +377,13 @@ def test_a_receiver_that_does_not_end_is_killed(zfs: FakeZfs, run_lzc: Run, monk
     with _limited_time():
         status, result = run_lzc("send", "tank/a@1", "--timeout", "0.2", "--", "sleep", "1000")
     assert (status, result["error"]["kind"]) == (10, "timeout"), result
-    zfs.hooks_by_command["send tank/a@1"] = lambda: _raise(CommandError(Kind.NOT_FOUND, "gone"))
+    zfs.hooks_by_command["send tank/a@1"] = lambda: _raise_error(CommandError(Kind.NOT_FOUND, "gone"))
     with _limited_time():
         assert run_lzc("send", "tank/a@1", "--", "sleep", "1000")[0] == 3
     assert [receiver.returncode for receiver in receivers] == [-signal.SIGKILL] * 2
 
 
-def _raise(error: Exception) -> NoReturn:
+def _raise_error(error: Exception) -> NoReturn:
     raise error
 
 
