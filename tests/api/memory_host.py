@@ -1,6 +1,6 @@
 """A host that simulates its machines in memory, for tests of the layers above hosts.
 
-A machine is a small HTTP server with the agent's calls, on its own loopback address. Its `/exec` supports `write KEY
+A machine is a small HTTP server with the agent's API, on its own loopback address. Its `/exec` supports `write KEY
 VALUE`, `read KEY`, `sleep SECONDS`, `exit CODE`, and `env`. The contents of an uploaded file are the value of its path.
 Written values are part of a capture, except for keys below the path of a mounted volume, which belong to the volume. As
 on hosts of virtual machines, a volume is available once the agent has mounted it, and only while the host grants the
@@ -66,7 +66,7 @@ class Machine:
         self.forwarded_requests: list[tuple[str, dict[str, str], bytes]] = []
         """(request line, headers, body) of each request that did not come from the engine."""
         self.sync_count = 0
-        """How often the engine made the guest write its cache to its disk."""
+        """The number of times the engine made the guest write its cache to its disk."""
         self._server: asyncio.Server | None = None
         self._connections: set[asyncio.Task[None]] = set()
 

@@ -127,7 +127,7 @@ def test_a_stalled_sandbox_is_shown_with_the_reason(run: Run, memory_gateway: Me
     wait_until(lambda: run("show", "one", "--json").json["stateReason"] == "")
 
 
-def test_json_is_the_only_standard_output(run: Run) -> None:
+def test_only_json_is_printed_to_standard_output(run: Run) -> None:
     run("create", "base", "--name", "one")
     for command in (("list",), ("show", "one"), ("snapshot", "list"), ("template", "list"), ("tree",), ("health",)):
         assert run(*command, "--json").json is not None

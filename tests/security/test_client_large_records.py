@@ -84,7 +84,7 @@ def test_memory_for_a_plan_session_is_limited(
         assert other.delete("/sandboxes/one").status_code == 204
 
 
-def test_forks_that_do_not_fit_into_a_plan_session_do_not_exist(
+def test_forks_that_do_not_fit_into_a_plan_session_are_not_created(
     memory_gateway: MemoryGateway, sandbox: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A single small request would create a hundred records that take 130 KiB each."""

@@ -240,7 +240,7 @@ def test_environments_are_durable_before_their_record(
 def test_files_of_another_dataset_are_kept(
     storage: ZfsStorage, base: Snapshot, pool: pools.Pool, tmp_path: Path
 ) -> None:
-    """An administrator can start the gateway with another dataset and the same state root, and go back."""
+    """An administrator can start the gateway with another dataset and the same state root, and later switch back."""
     create_sandbox(storage, base)
     storage.close()
     other_name = f"{pool.name}/other"

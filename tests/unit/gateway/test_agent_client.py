@@ -322,6 +322,6 @@ def test_an_agent_that_refuses_an_upload_while_it_is_sent_says_why(monkeypatch: 
         _upload_file(monkeypatch, response, 64 << 20, read_bytes=10)
 
 
-def test_an_agent_that_hangs_up_during_an_upload_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_agent_that_hangs_up_during_an_upload_causes_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(BackendFailed, match="the connection to the sandbox was lost"):
         _upload_file(monkeypatch, b"", 1 << 20)

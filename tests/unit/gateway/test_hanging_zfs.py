@@ -114,7 +114,7 @@ def test_the_first_bytes_of_a_command_are_returned_without_waiting_for_its_end(
     assert data == b"p/a@b\n" and outcome is not None and outcome.cause is None
 
 
-def test_the_error_of_a_command_that_hangs_names_the_dataset_and_what_to_do(set_timeout: Any) -> None:
+def test_the_error_of_a_command_that_hangs_names_the_dataset_and_a_remedy(set_timeout: Any) -> None:
     with (
         pytest.raises(Timeout, match=r"`zfs set` .* 0\.3 s .* on p/hanging: .*`zpool status`.*GET /health"),
         translated_errors(),
@@ -337,5 +337,5 @@ def test_each_file_system_that_hangs_blocks_only_one_thread(monkeypatch: pytest.
     asyncio.run(run_scenario())
 
 
-def test_most_commands_are_slow_after_ten_seconds() -> None:
+def test_most_commands_count_as_slow_after_ten_seconds() -> None:
     assert pytest.approx(10) == process.TIMEOUT_SECONDS * slow_commands.SLOW_FRACTION

@@ -95,7 +95,9 @@ def test_a_snapshot_that_cannot_exist_is_skipped(monkeypatch: pytest.MonkeyPatch
         ({f"tank/a#{_LONG_NAME}": "tank/a@s"}, exceptions.NameTooLong),
     ],
 )
-def test_bookmark_failures(bookmarks: dict[str, str], error_class: type[Exception]) -> None:
+def test_bookmark_failures_have_the_types_of_libzfs_core(
+    bookmarks: dict[str, str], error_class: type[Exception]
+) -> None:
     assert isinstance(_get_single_error(zfs_core.lzc_bookmark, bookmarks), error_class)
 
 
@@ -223,7 +225,7 @@ def test_words_and_indexes_of_properties_match() -> None:
         ("dataset does not exist; stack traceback:; x", exceptions.ZCPRuntimeError),
     ],
 )
-def test_failures_of_channel_programs(text: str, error_class: type[Exception]) -> None:
+def test_failures_of_channel_programs_have_the_types_of_libzfs_core(text: str, error_class: type[Exception]) -> None:
     outcome = Outcome("", f"Channel program execution failed:; {text}", Cause.OTHER)
     error = pools._program_error(outcome, "tank")
     assert type(error) is error_class

@@ -264,7 +264,7 @@ _CLASSES = [
 
 
 @pytest.mark.parametrize("error_class", [each for each in _CLASSES if not issubclass(each, MultipleOperationsFailure)])
-def test_each_exception_has_a_sentence(error_class: type[ZFSError]) -> None:
+def test_each_exception_has_a_message(error_class: type[ZFSError]) -> None:
     failure = describe(error_class.__new__(error_class).with_details("the words of zfs"))
     assert "the words of zfs" in failure.message
     if issubclass(error_class, exceptions.DatasetExists | exceptions.HoldExists):
