@@ -58,7 +58,7 @@ _inventory_before_tests: leaks.Inventory | None = None
 def pytest_configure(config: pytest.Config) -> None:
     session.link_collection()
     if os.environ.setdefault(_SEED_VARIABLE, "0") == "random":
-        os.environ[_SEED_VARIABLE] = str(1 + secrets.randbelow(999_999))  # the lanes, which start later, inherit it
+        os.environ[_SEED_VARIABLE] = str(1 + secrets.randbelow(999_999))  # The lanes start later and inherit it.
 
 
 def pytest_report_header() -> str:

@@ -648,7 +648,7 @@ def test_modules_are_loaded_on_demand(unmanaged_command, running):
     with running(unmanaged_command) as agent:
         agent.request("GET", "/health")
         threads = Path(f"/proc/{agent.process.pid}/task").iterdir()
-        assert len(list(threads)) <= 3  # the two listeners and the thread of the request
+        assert len(list(threads)) <= 3  # the threads of the two listeners and of the request
         code_client = CodeClient(agent)
         assert list_kernel_pids(code_client) == [] and code_client.list_contexts() == []
         assert agent.post("/contexts/default/start")[1]["id"] == "default"

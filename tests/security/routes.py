@@ -214,7 +214,7 @@ OVERRIDE_HEADERS: list[dict[str, str]] = [
 
 
 class Caller:
-    """Sends requests whose targets client libraries would reject. Reuses its connection if possible."""
+    """Sends requests with targets that client libraries would reject. Reuses its connection if possible."""
 
     def __init__(self, memory_gateway: MemoryGateway, headers: dict[str, str]) -> None:
         self._headers = headers

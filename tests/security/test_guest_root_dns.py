@@ -30,7 +30,7 @@ async def test_allowed_names_open_neither_denied_addresses_nor_other_name_server
         w.close_at_end(neighbour.listen(80))
         w.close_at_end(machine.listen(53))
         guest = w.add_guest(await w.pool.take(make_names_only_policy(ATTACKER, "*.example.com")))
-        # The name moves to addresses that are denied.
+        # The name now resolves to denied addresses.
         denied_addresses = [*METADATA_SERVICES, machine.address, machine.host_address, neighbour_slot.host_address]
         for address in denied_addresses:
             server.records[ATTACKER] = [f"300 A {address}"]

@@ -315,7 +315,7 @@ async def test_no_other_server_can_answer_for_one_that_has_ended(xfs_root: Path)
             return True
 
         assert can_connect()
-        server.early_exits = 100  # delays the restart by 30 s
+        server.early_exits = 100  # This delays the restart by 30 s.
         await kill_process(server.pid)
         listener_address = (volume_address(s.network), volume.port)
         with run_inside(

@@ -49,7 +49,7 @@ class MachineSetup:
         self.layout = Layout(s.root / "state")
         self.layout.create()
         self.program = s.root / "qemu-system-x86_64"
-        shutil.copyfile("/bin/bash", self.program)  # The descriptors of dash have one digit.
+        shutil.copyfile("/bin/bash", self.program)  # dash supports only descriptors of one digit.
         self.program.chmod(0o755)
 
     async def take_slot(self) -> Slot:
@@ -253,7 +253,7 @@ async def test_a_machine_outside_its_slot_is_not_mistaken_for_a_stopped_one(
         sandbox, slot = s.create_sandbox("box"), await s.take_slot()
         host_slot = dataclasses.replace(slot, path=HOST_NAMESPACE)
         pid = s.start_machine(host_slot, s.get_files(sandbox).disk, s.get_files(sandbox))
-        await asyncio.sleep(1)  # until it has opened its disk
+        await asyncio.sleep(1)  # By then, it has opened its disk.
         with pytest.raises(BackendFailed, match=f"process {pid} of sandbox {sandbox.id} is not in a network slot"):
             async with s.restarted_gateway([sandbox]):
                 pass

@@ -102,7 +102,7 @@ def test_a_plan_session_changes_nothing(target: Target, is_open: bool) -> None:
     open_id = json.loads(body)["planID"]
     plan_path = f"{PLANS_PATH}/{open_id if is_open else 'f' * 32}"
     for route in list_routes(target):
-        if not route.template.startswith((PLANS_PATH, "/applied-runs")):  # these never act on the host
+        if not route.template.startswith((PLANS_PATH, "/applied-runs")):  # These never act on the host.
             for request_body in (REQUEST_BODY, b"{}"):
                 status, body = caller.request(route.method, plan_path + route.path, request_body)
                 assert status < 500, f"{route}: {body}"

@@ -494,7 +494,7 @@ def list_invalid_responses(hostile_templates: HostileTemplates) -> dict[str, tup
 def test_invalid_responses_of_an_agent_affect_only_its_host(
     core: str, hostile_templates: HostileTemplates, tmp_path: Path
 ) -> None:
-    """An invalid response becomes an error of its host. It is not evaluated as a template, and uses limited memory."""
+    """An invalid response affects only its host. It is not evaluated as a template, and needs little memory."""
     cases = list_invalid_responses(hostile_templates)
     fake_gateway = FakeGateway({name: answer for name, (answer, _) in cases.items()})
     results_file = tmp_path / "results.json"

@@ -476,7 +476,7 @@ def test_the_key_is_never_shown(
         if key_source == "environment":
             environment |= {"SANDBOX_GATEWAY_TOKEN": KEY, "SANDBOX_GATEWAY_URL": gateway.url}
             del add_host_play["tasks"][0]["ansible.builtin.add_host"]["ansible_sandbox_gateway_token_file"]
-            for options in ({}, {"environment": {"ANY": "thing"}}):  # in process, and as a module
+            for options in ({}, {"environment": {"ANY": "thing"}}):  # The second task runs as a module.
                 info_task = {"grove.sandbox.sandbox_info": None, "register": "found", **options}
                 add_host_play["tasks"] += [info_task, {"ansible.builtin.debug": {"var": "found"}}]
         plays.insert(0, add_host_play)

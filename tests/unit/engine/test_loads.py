@@ -54,7 +54,7 @@ async def test_a_request_measures_a_running_sandbox(tmp_path: Path) -> None:
         time_before = time.time()
         (sample,) = await engine.loads.get_history("one")
         assert time_before <= sample.at <= time.time()
-        # Since the start of the machine: half a CPU of two.
+        # The average since the start of the machine: half of one of its two CPUs.
         assert (sample.cpu_percent, sample.memory_bytes, sample.disk_bytes) == (25.0, 5 << 20, 7 << 20)
         assert list(await engine.loads.get_history("one")) == [sample] and len(host.measured_names) == 1, (
             "the sample is fresh"

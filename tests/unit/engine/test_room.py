@@ -279,7 +279,7 @@ async def test_a_plan_session_counts_the_disk_space_of_its_own_snapshots(
         host.available_room = replace(host.available_room, memory_disk=disk)
     else:
         host.set_free_space(disk_mb=1250)
-    session = PlanSessions(engine).open("key", "a run of a check run").engine
+    session = PlanSessions(engine).open("key", "a check run of a test").engine
     await session.snapshots.create("a", name="s1")
     with pytest.raises(NoSpace):
         await session.snapshots.create("a", name="s2")
@@ -299,11 +299,11 @@ async def test_a_plan_session_counts_the_disks_of_removed_objects(engine: Engine
         await engine.sandboxes.pause("b", memory=False)
     host.disk_bytes = 300 * MIB
     host.set_free_space(disk_mb=600)
-    session = PlanSessions(engine).open("key", "a run of a check run").engine
+    session = PlanSessions(engine).open("key", "a check run of a test").engine
     with pytest.raises(NoSpace):
         await create(session, "c", "s")
     if not is_paused:
-        await session.sandboxes.pause("b", memory=False)  # keeps its disk
+        await session.sandboxes.pause("b", memory=False)  # The sandbox keeps its disk.
     with pytest.raises(NoSpace):
         await create(session, "c", "s")
     await session.sandboxes.delete("b")

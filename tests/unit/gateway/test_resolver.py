@@ -177,7 +177,7 @@ async def test_a_lookup_under_an_earlier_policy_opens_nothing() -> None:
     async with running_slot() as s:
         s.upstream.ready_event.clear()
         s.send(API_NAME)
-        assert (await s.send_and_receive("evil.net"))[0] == dns.rcode.REFUSED  # Then the lookup has begun.
+        assert (await s.send_and_receive("evil.net"))[0] == dns.rcode.REFUSED  # After this reply, the lookup has begun.
         async with s.resolver.replacing_policy(make_name_policy("other.example.com")):
             s.upstream.ready_event.set()
         assert (await s.send_and_receive("other.example.com"))[:2] == (dns.rcode.NOERROR, ["1.1.1.1"])

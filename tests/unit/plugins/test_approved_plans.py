@@ -39,7 +39,7 @@ def gateway(tmp_path_factory: pytest.TempPathFactory) -> Iterator[MemoryGateway]
 
 @pytest.fixture
 def client(gateway: MemoryGateway) -> Iterator[Client]:
-    """A client of a gateway with the sandboxes web and other, the snapshots golden and idle, and the volume data."""
+    """A client of a gateway with the sandboxes `web` and `other`, two snapshots, and the volume `data`."""
     gateway.clear()
     client = Client(gateway.unix_url)
     for kind, params in (
@@ -358,10 +358,8 @@ def test_a_run_that_the_gateway_has_forgotten_needs_a_new_plan(gateway: MemoryGa
     state = new_state()
     assert apply_task(client, UPDATE_TASK, *entries, state=state)["changed"]
     (run,) = client.get("/applied-runs")
-    other_state = {
-        **state,
-        "opened_at": {f"{run['gatewayID']}/{run['runID']}": "2020-01-01T00:00:00Z"},
-    }  # as after a restart
+    # After a restart, a gateway reports a later time.
+    other_state = {**state, "opened_at": {f"{run['gatewayID']}/{run['runID']}": "2020-01-01T00:00:00Z"}}
     result = apply_task(client, GROW_TASK, *entries, state=other_state)
     assert "the gateway was restarted during this run" in result["msg"] and "new plan" in result["msg"]
     client.delete(f"/applied-runs/{run['runID']}")

@@ -118,7 +118,7 @@ def test_a_plan_expires_until_a_run_has_begun_to_apply_it(
     path, document = str(tmp_path / "plan.json"), make_document()
     _plan_file.save(path, document)
     monkeypatch.setattr(C, "DEFAULT_LOCAL_TMP", str(tmp_path))
-    # The plugin loader needs the collection in a directory of its own.
+    # This replaces the plugin loader, which needs the collection in a directory of its own.
     monkeypatch.setattr(_plan_journal.callback_loader, "get", lambda *_args, **_options: CallbackModule)
     monkeypatch.setattr(C.config, "get_config_value", lambda *_args, **_options: path)
     variables = {_plan_journal.EXTRA_VARIABLE: document} if is_variable else {}

@@ -1,4 +1,4 @@
-"""Test that the lookup ``plan`` returns the plan of a check run, and fails elsewhere."""
+"""Test that the lookup ``plan`` returns the plan of a check run, and fails in other runs."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def start_run(
 
 def look_up(*terms: str, variables: dict[str, Any] | None = None, **options: Any) -> dict[str, Any]:
     plugin = lookup.LookupModule()
-    # Do what the plugin loader does, which would need the collection in its own directory.
+    # This replaces the plugin loader, which needs the collection in a directory of its own.
     plugin._load_name = "grove.sandbox.plan"
     definitions = yaml.safe_load(lookup.DOCUMENTATION)["options"]
     C.config.initialize_plugin_configuration_definitions("lookup", plugin._load_name, definitions)

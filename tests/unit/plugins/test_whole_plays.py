@@ -57,9 +57,9 @@ def test_a_plan_applies_retention_rules(gateway: MemoryGateway) -> None:
     play: list[PlayTask] = [
         fork,
         make_capture("second"),
-        fork,  # is unchanged, because a snapshot in use is kept
+        fork,  # This changes nothing, because a snapshot in use is kept.
         ("sandbox", {"name": ["user"], "state": "absent"}),
-        fork,  # fails, because the snapshot was removed with its last user
+        fork,  # This fails, because the snapshot was removed with its last user.
         make_capture("third", "fourth"),
         ("snapshot_info", {}),
     ]
@@ -142,7 +142,7 @@ def test_a_plan_contains_the_templates_that_others_are_building(tmp_path: Path, 
 
     def finish_build() -> None:
         host.build_event.set()
-        gateway.build_template("web", **recipe)  # waits for the build
+        gateway.build_template("web", **recipe)  # This waits for the build.
 
     try:
         host.build_event.set()
@@ -193,7 +193,7 @@ def test_a_plan_counts_the_room_for_machines(
     tmp_path: Path, capacity: int, play: list[PlayTask], outcomes: dict[str, int]
 ) -> None:
     host, checks = FullHost(), PlayChecks()
-    host.capacity = capacity  # of which one remains free, as the reserve
+    host.capacity = capacity  # One of these remains free as the reserve.
     gateway = MemoryGateway(tmp_path, host, log={"level": "error"}, limits={"free_memory_mb": 64})
     try:
         gateway.build_template("base")
@@ -212,7 +212,7 @@ def test_a_plan_predicts_a_whole_play(gateway: MemoryGateway, capsys: pytest.Cap
         gateway.clear()
         gateway.host.guests_write = guests_write  # type: ignore[attr-defined]
         with gateway.client() as client:
-            if client.get("/templates/base").status_code == 404:  # an earlier play removed it
+            if client.get("/templates/base").status_code == 404:  # An earlier play removed it.
                 gateway.build_template("base")
         checks.check(gateway.unix_url, history, play)
 

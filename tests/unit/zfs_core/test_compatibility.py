@@ -1,4 +1,4 @@
-"""Test without ZFS what makes zfs_core compatible with libzfs_core: names, values, exceptions."""
+"""Test, without ZFS, that zfs_core is compatible with libzfs_core: names, values and exceptions."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The command line `lzc`: arguments, check mode, output and exit codes. A fake `zfs` answers from a list of names."""
+"""The program `lzc`: arguments, check mode, output and exit codes. A fake `zfs` answers from a list of names."""
 
 from __future__ import annotations
 

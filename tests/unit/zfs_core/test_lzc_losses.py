@@ -41,7 +41,7 @@ class _Failure(Exception):
 
 
 class FakeZfs:
-    """Answers the commands that `lzc` runs as OpenZFS does, as far as these tests need it."""
+    """Responds to the commands of `lzc` like OpenZFS, as far as these tests need it."""
 
     def __init__(self) -> None:
         self.objects: dict[str, dict[str, str]] = {}
