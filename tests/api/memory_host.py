@@ -58,7 +58,7 @@ class Machine:
         self.names: dict[str, Any] = {}
         """The names in its interpreter."""
         self.allowed: dict[str, bool] = {}
-        """Whether access is read-only, by volume to which the host grants access."""
+        """The volumes to which the host grants access, and whether each access is read-only."""
         self.mounted_volumes: dict[str, str] = {}
         """The agent's mounts: path → volume."""
         self.address = ""

@@ -28,7 +28,7 @@ def archive_directory(memory_gateway: MemoryGateway) -> Iterator[Path]:
     """The directory with the archives."""
     directory = memory_gateway.root / "build-files"
     yield directory
-    assert list(directory.glob(".*")) == [], "an upload has left something"
+    assert list(directory.glob(".*")) == [], "an upload has left something behind"
     assert memory_gateway.engine.transfers._active_count == memory_gateway.engine.build_files._uploading_bytes == 0
     for path in directory.iterdir():
         path.unlink()

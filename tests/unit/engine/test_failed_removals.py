@@ -29,7 +29,7 @@ class _Host(MemoryHost):
 
     async def remove(self, sandbox: Sandbox) -> None:
         if sandbox.name == "one":
-            raise Timeout("QEMU did not end")
+            raise Timeout("QEMU did not exit")
         await super().remove(sandbox)
 
 
@@ -58,7 +58,7 @@ def test_a_rollback_that_cannot_be_undone_raises_the_original_error(tmp_path: Pa
                 raise NoSpace("no space left")
 
             async def raise_timeout(sandbox: Sandbox) -> None:
-                raise Timeout("QEMU did not end")
+                raise Timeout("QEMU did not exit")
 
             host.save = raise_no_space  # type: ignore[method-assign]
             host.discard = raise_timeout  # type: ignore[method-assign]

@@ -297,7 +297,7 @@ BAD_FIELDS: dict[str, dict[str, Any]] = {
     "an option as the CPU": {"platform": {**make_manifest_fields()["platform"], "cpu_model": "-chardev"}},
     "an empty accelerator": {"platform": {**make_manifest_fields()["platform"], "accelerator": ""}},
     "a version that is too long": {"platform": {**make_manifest_fields()["platform"], "qemu_version": "7" * 129}},
-    "a line that is no flag": {"line": "yes"},
+    "a line that is not a boolean": {"line": "yes"},
     "memory without a platform": {"platform": None},
     "no parts": {"parts": []},
     "a part with a path": {"parts": [{"name": "../disk", "size": 1, "data_bytes": 1}]},
@@ -311,7 +311,7 @@ BAD_FIELDS: dict[str, dict[str, Any]] = {
         "host_kind": "jail_zfs", "platform": None, "line": False,
         "parts": [{"name": "stream", "size": (1 << 46) + 1, "data_bytes": 1}],
     },
-    "a part of no size": make_changed_parts("kernel", 0, 0),
+    "a part of size zero": make_changed_parts("kernel", 0, 0),
     "a large device state": make_changed_parts("device_state", 65 * MIB, 1),
     "more data than its size": make_changed_parts("kernel", 1, 2),
 }  # fmt: skip

@@ -87,7 +87,7 @@ def test_a_saved_plan_can_be_loaded(tmp_path: Path) -> None:
     _plan_file.save(str(path), document)
     assert _plan_file.load(str(path)) == document == json.loads(path.read_text())
     assert stat.S_IMODE(path.stat().st_mode) == 0o600
-    assert [*tmp_path.iterdir()] == [path], "a temporary file is left"
+    assert [*tmp_path.iterdir()] == [path], "a temporary file was left behind"
 
 
 def test_a_file_is_read_again_only_if_it_has_changed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

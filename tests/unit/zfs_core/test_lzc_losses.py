@@ -392,7 +392,7 @@ def _limited_time() -> Iterator[None]:
     """Fail if the code in the context takes longer than a minute."""
 
     def fail(number: int, frame: object) -> NoReturn:
-        raise TimeoutError("lzc waits without limit")
+        raise TimeoutError("lzc waits forever")
 
     previous_handler = signal.signal(signal.SIGALRM, fail)
     signal.alarm(60)
