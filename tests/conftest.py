@@ -58,7 +58,7 @@ _inventory_before_tests: leaks.Inventory | None = None
 def pytest_configure(config: pytest.Config) -> None:
     session.link_collection()
     if os.environ.setdefault(_SEED_VARIABLE, "0") == "random":
-        os.environ[_SEED_VARIABLE] = str(1 + secrets.randbelow(999_999))  # the lanes, which start later, inherit it
+        os.environ[_SEED_VARIABLE] = str(1 + secrets.randbelow(999_999))  # The lanes start later and inherit it.
 
 
 def pytest_report_header() -> str:
@@ -97,8 +97,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> Iterator[None]:
 
 def _make_random_sort_key(seed: str, item: pytest.Item) -> tuple[bytes, bytes]:
     """Return a key that sorts files, and the tests in each file, randomly. Tests marked in_order keep their order."""
-    is_fixed = item.get_closest_marker("in_order")
-    return _make_seeded_key(seed, item.nodeid.partition("::")[0]), b"" if is_fixed else _make_seeded_key(
+    order_marker = item.get_closest_marker("in_order")
+    return _make_seeded_key(seed, item.nodeid.partition("::")[0]), b"" if order_marker else _make_seeded_key(
         seed, item.nodeid
     )
 

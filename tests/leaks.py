@@ -102,10 +102,10 @@ def sweep_earlier_runs() -> None:
         run_name = path.name.removeprefix("run-")
         pid, _, code = run_name.partition("-")
         if pid.isdigit() and code and not Path(f"/proc/{pid}").exists():
-            _sweep(path, run_name, f"t{code}")
+            _sweep_run(path, run_name, f"t{code}")
 
 
-def _sweep(path: Path, run_name: str, prefix: str) -> None:
+def _sweep_run(path: Path, run_name: str, prefix: str) -> None:
     for pid in _find_processes(path, run_name):
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)
@@ -175,9 +175,9 @@ def _list_mounts() -> list[str]:
 
 def _list_loop_devices() -> list[str]:
     devices = []
-    for backing in Path("/sys/block").glob("loop*/loop/backing_file"):
+    for backing_file in Path("/sys/block").glob("loop*/loop/backing_file"):
         with contextlib.suppress(OSError):
-            devices.append(f"/dev/{backing.parent.parent.name} ({backing.read_text().strip()})")
+            devices.append(f"/dev/{backing_file.parent.parent.name} ({backing_file.read_text().strip()})")
     return devices
 
 

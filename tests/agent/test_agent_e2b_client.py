@@ -20,7 +20,7 @@ ENVD_VERSION = "0.6.4"
 """The version of envd whose features the agent has, such as metadata of files and watches on network mounts."""
 
 
-def connect(client_class, agent, token=None):
+def connect_client(client_class, agent, token=None):
     from e2b.connection_config import ConnectionConfig
     from packaging.version import Version
 
@@ -40,7 +40,7 @@ def connect(client_class, agent, token=None):
 
 @pytest.fixture(scope="module")
 def sandbox(agent):
-    return connect(e2b.Sandbox, agent)
+    return connect_client(e2b.Sandbox, agent)
 
 
 @pytest.fixture
@@ -119,9 +119,9 @@ def test_file_urls_work(sandbox, tmp_path):
 
 def test_a_wrong_token_is_refused(fresh_agent, tmp_path):
     fresh_agent.post_ok("/identity", {"accessToken": "right"})
-    sandbox = connect(e2b.Sandbox, fresh_agent, "right")
+    sandbox = connect_client(e2b.Sandbox, fresh_agent, "right")
     assert sandbox.files.write(f"{tmp_path}/f", "x").name == "f" and sandbox.files.exists(f"{tmp_path}/f")
-    unauthorized_sandbox = connect(e2b.Sandbox, fresh_agent, "wrong")
+    unauthorized_sandbox = connect_client(e2b.Sandbox, fresh_agent, "wrong")
     for request in (
         lambda: unauthorized_sandbox.files.read(f"{tmp_path}/f"),
         lambda: unauthorized_sandbox.files.write(f"{tmp_path}/f", ""),
@@ -256,7 +256,7 @@ def test_a_full_disk_and_unsupported_metadata_are_reported(requires_root, runnin
     script = 'mount -t tmpfs -o size=64k none "$0" && exec "$@"'
     command = ["unshare", "--mount", "--propagation", "private", "sh", "-c", script, str(tmp_path), *unmanaged_command]
     with running(command) as agent:
-        files = connect(e2b.Sandbox, agent).files
+        files = connect_client(e2b.Sandbox, agent).files
         for form in ({"use_octet_stream": True}, {"use_octet_stream": False}):
             with pytest.raises(e2b.NotEnoughSpaceException, match="No space left"):
                 files.write(f"{tmp_path}/big", b"x" * 3_000_000, **form)
@@ -317,7 +317,7 @@ def read_peak_memory_kib(pid: int) -> int:
 def test_large_files_are_not_held_in_memory(running, unmanaged_command, tmp_path):
     size, piece = 50_000_000, os.urandom(1_000_000)
     with running(unmanaged_command) as agent:
-        files, path = connect(e2b.Sandbox, agent).files, f"{tmp_path}/large"
+        files, path = connect_client(e2b.Sandbox, agent).files, f"{tmp_path}/large"
         files.write(path, "x")
         memory_kib_before = read_peak_memory_kib(agent.process.pid)
         files.write(path, (piece for _ in range(size // len(piece))))
@@ -382,7 +382,7 @@ def test_git_methods_work(sandbox, tmp_path):
 async def test_the_async_client_works(agent, tmp_path):
     from e2b.sandbox.commands.command_handle import PtySize
 
-    sandbox = connect(e2b.AsyncSandbox, agent)
+    sandbox = connect_client(e2b.AsyncSandbox, agent)
     files, commands = sandbox.files, sandbox.commands
     assert await sandbox.is_running()
     events, exit_errors = asyncio.Queue(), asyncio.Queue()
@@ -461,7 +461,7 @@ def test_without_bash_another_shell_is_used(requires_root, running, unmanaged_co
     if "bash" in Path("/bin/sh").resolve().name:
         pytest.skip("needs another sh")
     with running(command) as agent:
-        sandbox = connect(e2b.Sandbox, agent)
+        sandbox = connect_client(e2b.Sandbox, agent)
         assert sandbox.commands.run('echo "$0 $HOME"; shopt 2>&1 || true').stdout.startswith(f"-sh {Path.home()}\n")
         with pytest.raises(e2b.CommandExitException) as error:
             sandbox.commands.run("shopt -s extglob")

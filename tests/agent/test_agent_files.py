@@ -12,11 +12,11 @@ from urllib.parse import urlencode
 import pytest
 
 
-def download(agent, path, **query):
+def download_file(agent, path, **query):
     return agent.request("GET", "/files?" + urlencode({"path": str(path), **query}))
 
 
-def upload(agent, body, content_type="application/octet-stream", headers=None, **query):
+def upload_file(agent, body, content_type="application/octet-stream", headers=None, **query):
     status, data = agent.request(
         "POST", "/files?" + urlencode(query), body, {"Content-Type": content_type, **(headers or {})}
     )
@@ -38,19 +38,19 @@ MULTIPART_TYPE = "multipart/form-data; boundary=XX"
 def test_uploaded_content_is_downloaded_unchanged(agent, tmp_path):
     path = tmp_path / "deep/er/a b+ü"
     data = os.urandom(1_000_000)
-    assert upload(agent, data, path=str(path)) == (200, [{"path": str(path), "name": "a b+ü", "type": "file"}])
+    assert upload_file(agent, data, path=str(path)) == (200, [{"path": str(path), "name": "a b+ü", "type": "file"}])
     assert path.read_bytes() == data
-    assert download(agent, path) == (200, data)
+    assert download_file(agent, path) == (200, data)
 
 
 def test_overwriting_truncates_a_file_and_keeps_its_mode(agent, tmp_path):
     path = tmp_path / "file"
     path.write_text("long content")
     path.chmod(0o640)
-    assert upload(agent, b"new", path=str(path))[0] == 200
+    assert upload_file(agent, b"new", path=str(path))[0] == 200
     assert (path.read_text(), path.stat().st_mode & 0o777) == ("new", 0o640)
-    assert upload(agent, b"", path=str(path))[0] == 200
-    assert download(agent, path) == (200, b"")
+    assert upload_file(agent, b"", path=str(path))[0] == 200
+    assert download_file(agent, path) == (200, b"")
 
 
 def test_a_chunked_upload_is_stored(agent, tmp_path):
@@ -63,10 +63,10 @@ def test_a_chunked_upload_is_stored(agent, tmp_path):
 def test_gzip_uploads_are_decompressed(agent, tmp_path):
     data = b"abc" * 300_000
     compressed_data = gzip.compress(data)
-    assert upload(agent, compressed_data, headers={"Content-Encoding": "gzip"}, path=f"{tmp_path}/g")[0] == 200
+    assert upload_file(agent, compressed_data, headers={"Content-Encoding": "gzip"}, path=f"{tmp_path}/g")[0] == 200
     assert (tmp_path / "g").read_bytes() == data
     for invalid_data in (compressed_data[:-20], b"not gzip at all"):
-        status, response = upload(agent, invalid_data, headers={"Content-Encoding": "gzip"}, path=f"{tmp_path}/g")
+        status, response = upload_file(agent, invalid_data, headers={"Content-Encoding": "gzip"}, path=f"{tmp_path}/g")
         assert status == 400 and "gzip" in response["message"]
 
 
@@ -82,14 +82,14 @@ def test_downloads_are_compressed_if_only_gzip_is_accepted(agent, tmp_path):
 def test_the_path_parameter_overrides_the_filename(agent, tmp_path):
     data = b"\r\n--X\r\n--XY" + os.urandom(300_000) + b"\r\n"
     body = encode_multipart(("other", "", b"ignored"), ("file", "elsewhere", data))
-    assert upload(agent, body, MULTIPART_TYPE, path=f"{tmp_path}/here")[1][0]["path"] == f"{tmp_path}/here"
+    assert upload_file(agent, body, MULTIPART_TYPE, path=f"{tmp_path}/here")[1][0]["path"] == f"{tmp_path}/here"
     assert (tmp_path / "here").read_bytes() == data
     assert not (tmp_path / "elsewhere").exists()
 
 
 def test_filenames_set_the_paths_of_several_files(agent, tmp_path):
     body = encode_multipart(("file", f"{tmp_path}/d/one", b"1"), ("file", f"{tmp_path}/t%22wo ü", b""))
-    status, response = upload(agent, body, MULTIPART_TYPE)
+    status, response = upload_file(agent, body, MULTIPART_TYPE)
     assert (status, [item["name"] for item in response]) == (200, ["one", 't"wo ü'])
     assert ((tmp_path / "d/one").read_bytes(), (tmp_path / 't"wo ü').read_bytes()) == (b"1", b"")
 
@@ -115,7 +115,7 @@ def test_a_boundary_split_between_reads_is_found(agent, tmp_path):
     ],
 )
 def test_a_malformed_multipart_body_is_refused(agent, tmp_path, body):
-    status, response = upload(agent, body, MULTIPART_TYPE, path=f"{tmp_path}/never")
+    status, response = upload_file(agent, body, MULTIPART_TYPE, path=f"{tmp_path}/never")
     assert status == 400, response
 
 
@@ -130,12 +130,12 @@ def test_errors_have_a_status_and_a_code(agent, tmp_path):
         (tmp_path / "file/below", 400),
         ("a\0b", 400),
     ):
-        actual_status, data = download(agent, path)
+        actual_status, data = download_file(agent, path)
         assert (actual_status, json.loads(data)["code"]) == (status, status), path
     for path, status in ((tmp_path, 400), (tmp_path / "pipe", 400), (tmp_path / "file/below", 400), ("", 400)):
-        actual_status, response = upload(agent, b"x", path=str(path))
+        actual_status, response = upload_file(agent, b"x", path=str(path))
         assert (actual_status, response["code"]) == (status, status), path
-    assert download(agent, tmp_path / "file", username="no-such-user")[0] == 401
+    assert download_file(agent, tmp_path / "file", username="no-such-user")[0] == 401
 
 
 def test_a_full_disk_returns_507(requires_root, running, unmanaged_command, tmp_path):
@@ -143,18 +143,18 @@ def test_a_full_disk_returns_507(requires_root, running, unmanaged_command, tmp_
     script = 'mount -t tmpfs -o size=1m tmpfs "$1"; shift; exec "$@"'
     argv = ["unshare", "--mount", "--propagation", "private", "sh", "-c", script, "sh", str(tmp_path)]
     with running([*argv, *unmanaged_command]) as agent:
-        status, response = upload(agent, bytes(2 << 20), path=f"{tmp_path}/file")
+        status, response = upload_file(agent, bytes(2 << 20), path=f"{tmp_path}/file")
     assert (status, response["code"]) == (507, 507) and "No space" in response["message"]
 
 
 def test_files_without_a_size_are_downloaded(agent):
-    status, data = download(agent, "/proc/self/status")
+    status, data = download_file(agent, "/proc/self/status")
     assert status == 200 and b"Name:" in data
 
 
 def test_a_relative_path_is_resolved_from_home(agent):
     for path in ("no-such-file", "~/no-such-file"):
-        status, data = download(agent, path)
+        status, data = download_file(agent, path)
         assert status == 404 and str(Path.home() / "no-such-file") in json.loads(data)["message"]
 
 
@@ -169,7 +169,9 @@ def test_large_uploads_use_little_memory(agent, tmp_path):
         while received_byte_count < size:
             received_byte_count += len(sock.recv(1 << 20))
     assert (
-        upload(agent, iter([bytes(1 << 20)] * 60), headers={"Transfer-Encoding": "chunked"}, path=f"{tmp_path}/up")[0]
+        upload_file(
+            agent, iter([bytes(1 << 20)] * 60), headers={"Transfer-Encoding": "chunked"}, path=f"{tmp_path}/up"
+        )[0]
         == 200
     )
     assert read_peak_memory_kib(agent.process.pid) - memory_kib_before < 20_000
@@ -184,7 +186,7 @@ def read_peak_memory_kib(pid: int) -> int:
 def test_the_user_owns_uploaded_files(agent, tmp_path):
     if os.geteuid() != 0:
         pytest.skip("needs root")
-    assert upload(agent, b"x", path=f"{tmp_path}/new/deep/file", username="nobody")[0] == 200
+    assert upload_file(agent, b"x", path=f"{tmp_path}/new/deep/file", username="nobody")[0] == 200
     owner_uids = {(tmp_path / part).stat().st_uid for part in ("new", "new/deep", "new/deep/file")}
     assert owner_uids == {65534} and tmp_path.stat().st_uid == 0
 
@@ -198,7 +200,7 @@ def test_an_aborted_upload_closes_the_connection(agent, tmp_path):
 
 def test_a_refused_upload_receives_a_response(agent, tmp_path):
     """The client keeps sending, although the agent does not read the body."""
-    status, response = upload(
+    status, response = upload_file(
         agent, iter([bytes(1 << 20)] * 8), headers={"Transfer-Encoding": "chunked"}, path=str(tmp_path)
     )
     assert status == 400 and "regular file" in response["message"]

@@ -9,14 +9,14 @@ from pathlib import Path
 import pytest
 
 
-def call(agent, method, user="", **message):
+def call_method(agent, method, user="", **message):
     return agent.post(
         f"/filesystem.Filesystem/{method}", {key: str(v) if key != "depth" else v for key, v in message.items()}, user
     )
 
 
 def list_paths(agent, path, **message):
-    status, response = call(agent, "ListDir", path=path, **message)
+    status, response = call_method(agent, "ListDir", path=path, **message)
     assert status == 200, response
     return [os.path.relpath(item["path"], path) for item in response["entries"]]
 
@@ -26,7 +26,7 @@ def test_stat_describes_a_file(agent, tmp_path):
     path.write_text("12345")
     path.chmod(0o640)
     os.utime(path, ns=(0, 1_700_000_000_123_456_789))
-    status, response = call(agent, "Stat", path=path)
+    status, response = call_method(agent, "Stat", path=path)
     entry = response["entry"]
     assert (status, entry["size"], entry["mode"]) == (200, "5", 0o640)
     assert (entry["name"], entry["path"], entry["type"]) == ("file", str(path), "FILE_TYPE_FILE")
@@ -39,13 +39,13 @@ def test_stat_describes_symlinks_and_their_targets(agent, tmp_path):
     (tmp_path / "dir").mkdir()
     (tmp_path / "link").symlink_to("dir")
     (tmp_path / "broken").symlink_to("none")
-    entry = call(agent, "Stat", path=tmp_path / "link")[1]["entry"]
+    entry = call_method(agent, "Stat", path=tmp_path / "link")[1]["entry"]
     assert (entry["type"], entry["isSymlink"], entry["symlinkTarget"]) == (
         "FILE_TYPE_DIRECTORY",
         True,
         os.path.realpath(tmp_path / "dir"),
     )
-    entry = call(agent, "Stat", path=tmp_path / "broken")[1]["entry"]
+    entry = call_method(agent, "Stat", path=tmp_path / "broken")[1]["entry"]
     assert (entry["type"], entry["isSymlink"]) == ("FILE_TYPE_SYMLINK", True)
 
 
@@ -61,24 +61,24 @@ def test_listing_is_limited_by_depth(agent, tmp_path):
 
 def test_make_dir_creates_parents_and_refuses_existing_paths(agent, tmp_path):
     path = tmp_path / "x/y"
-    status, response = call(agent, "MakeDir", path=path)
+    status, response = call_method(agent, "MakeDir", path=path)
     assert (status, response["entry"]["type"]) == (200, "FILE_TYPE_DIRECTORY") and path.is_dir()
-    status, response = call(agent, "MakeDir", path=path)
+    status, response = call_method(agent, "MakeDir", path=path)
     assert (status, response["code"]) == (409, "already_exists")
     (tmp_path / "file").write_text("")
     for name in ("file", "file/below"):
-        status, response = call(agent, "MakeDir", path=tmp_path / name)
+        status, response = call_method(agent, "MakeDir", path=tmp_path / name)
         assert (status, response["code"]) == (400, "invalid_argument"), name
 
 
 def test_move_replaces_files_and_creates_parents(agent, tmp_path):
     (tmp_path / "a").write_text("a")
     (tmp_path / "b").write_text("b")
-    status, response = call(agent, "Move", source=tmp_path / "a", destination=tmp_path / "new/c")
+    status, response = call_method(agent, "Move", source=tmp_path / "a", destination=tmp_path / "new/c")
     assert (status, response["entry"]["path"]) == (200, str(tmp_path / "new/c"))
-    assert call(agent, "Move", source=tmp_path / "b", destination=tmp_path / "new/c")[0] == 200
+    assert call_method(agent, "Move", source=tmp_path / "b", destination=tmp_path / "new/c")[0] == 200
     assert (tmp_path / "new/c").read_text() == "b"
-    status, response = call(agent, "Move", source=tmp_path / "a", destination=tmp_path / "else/c")
+    status, response = call_method(agent, "Move", source=tmp_path / "a", destination=tmp_path / "else/c")
     assert (status, response["code"]) == (404, "not_found")
     assert not (tmp_path / "else").exists()
 
@@ -90,10 +90,10 @@ def test_a_directory_is_moved_to_another_file_system(agent, tmp_path):
     (tmp_path / "dir/f").write_text("x")
     other_directory = Path(f"/dev/shm/agent-test-{os.getpid()}")
     try:
-        assert call(agent, "Move", source=tmp_path / "dir", destination=other_directory)[0] == 200
+        assert call_method(agent, "Move", source=tmp_path / "dir", destination=other_directory)[0] == 200
         assert [path.name for path in other_directory.iterdir()] == ["f"] and not (tmp_path / "dir").exists()
     finally:
-        assert call(agent, "Remove", path=other_directory)[0] == 200
+        assert call_method(agent, "Remove", path=other_directory)[0] == 200
     assert not other_directory.exists()
 
 
@@ -103,9 +103,9 @@ def test_remove_accepts_missing_paths(agent, tmp_path):
     (tmp_path / "keep").mkdir()
     (tmp_path / "link").symlink_to("keep")
     for name in ("d", "link", "was-never-there"):
-        assert call(agent, "Remove", path=tmp_path / name) == (200, {})
+        assert call_method(agent, "Remove", path=tmp_path / name) == (200, {})
     assert [path.name for path in tmp_path.iterdir()] == ["keep"]
-    assert call(agent, "Remove", path="")[0] == 400
+    assert call_method(agent, "Remove", path="")[0] == 400
 
 
 def test_errors_have_a_status_and_a_code(agent, tmp_path):
@@ -117,41 +117,41 @@ def test_errors_have_a_status_and_a_code(agent, tmp_path):
         ("Stat", tmp_path / "file/below", 400, "invalid_argument"),
         ("Stat", "a\0b", 400, "invalid_argument"),
     ):
-        actual_status, response = call(agent, method, path=path)
+        actual_status, response = call_method(agent, method, path=path)
         assert (actual_status, response["code"]) == (status, code), (method, path)
-    assert call(agent, "ListDir", path=tmp_path, depth=-1)[0] == 400
-    assert call(agent, "Stat", path=tmp_path, user="no-such-user")[0] == 401
+    assert call_method(agent, "ListDir", path=tmp_path, depth=-1)[0] == 400
+    assert call_method(agent, "Stat", path=tmp_path, user="no-such-user")[0] == 401
 
 
 def test_relative_paths_are_resolved_from_the_home_directory(agent):
-    assert call(agent, "Stat", path="")[1]["entry"]["path"] == str(Path.home())
-    assert call(agent, "Stat", path="~")[1]["entry"]["path"] == str(Path.home())
-    assert call(agent, "Stat", path="/tmp/../etc//passwd")[1]["entry"]["path"] == "/etc/passwd"
+    assert call_method(agent, "Stat", path="")[1]["entry"]["path"] == str(Path.home())
+    assert call_method(agent, "Stat", path="~")[1]["entry"]["path"] == str(Path.home())
+    assert call_method(agent, "Stat", path="/tmp/../etc//passwd")[1]["entry"]["path"] == "/etc/passwd"
 
 
 def test_the_requesting_user_owns_new_directories(agent, tmp_path):
     if os.geteuid() != 0:
         pytest.skip("needs root")
-    assert call(agent, "MakeDir", path=tmp_path / "mine", user="nobody")[1]["entry"]["owner"] == "nobody"
+    assert call_method(agent, "MakeDir", path=tmp_path / "mine", user="nobody")[1]["entry"]["owner"] == "nobody"
 
 
 def test_names_that_are_not_utf_8_are_usable(agent, tmp_path):
     path = tmp_path / os.fsdecode(b"a\xff")
     path.write_text("x")
-    status, response = call(agent, "ListDir", path=tmp_path)
+    status, response = call_method(agent, "ListDir", path=tmp_path)
     assert (status, [item["name"] for item in response["entries"]]) == (200, ["a\ufffd"])
     # Clients address such names as Python does.
-    assert call(agent, "Stat", path=path)[1]["entry"]["path"] == f"{tmp_path}/a\ufffd"
-    assert call(agent, "Remove", path=path) == (200, {}) and not path.exists()
-    status, response = call(agent, "Stat", path=path)
+    assert call_method(agent, "Stat", path=path)[1]["entry"]["path"] == f"{tmp_path}/a\ufffd"
+    assert call_method(agent, "Remove", path=path) == (200, {}) and not path.exists()
+    status, response = call_method(agent, "Stat", path=path)
     assert (status, response["message"].isprintable()) == (404, True)
-    assert call(agent, "Stat", path="\ud800")[1]["code"] == "invalid_argument"
+    assert call_method(agent, "Stat", path="\ud800")[1]["code"] == "invalid_argument"
 
 
 def test_special_files_have_an_unspecified_type(agent, tmp_path):
     os.mkfifo(tmp_path / "pipe")
     (tmp_path / "link").symlink_to("pipe")
-    entries = call(agent, "ListDir", path=tmp_path)[1]["entries"]
+    entries = call_method(agent, "ListDir", path=tmp_path)[1]["entries"]
     assert [(item["name"], item["type"]) for item in entries] == [
         ("link", "FILE_TYPE_UNSPECIFIED"),
         ("pipe", "FILE_TYPE_UNSPECIFIED"),
@@ -170,7 +170,7 @@ def test_directories_beyond_the_path_limit_can_be_removed(agent, tmp_path):
     os.close(parent_fd)
     paths = list_paths(agent, tmp_path, depth=10**6)
     assert 150 < len(paths) < 200 and paths[9] == "/".join([name] * 10)
-    assert call(agent, "Remove", path=tmp_path / name) == (200, {})
+    assert call_method(agent, "Remove", path=tmp_path / name) == (200, {})
     assert not (tmp_path / name).exists()
 
 
@@ -188,5 +188,5 @@ def test_listing_too_many_entries_is_refused(running, unmanaged_command, tmp_pat
         assert len(list_paths(agent, tmp_path, depth=2)) == 4
         for number in range(2):
             (tmp_path / f"d2/{number}").write_text("")
-        status, response = call(agent, "ListDir", path=tmp_path, depth=2)
+        status, response = call_method(agent, "ListDir", path=tmp_path, depth=2)
         assert (status, response["code"]) == (429, "resource_exhausted")

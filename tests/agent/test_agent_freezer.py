@@ -22,19 +22,19 @@ class FakeKernel:
 
     def __init__(self) -> None:
         self.requests: list[int] = []
-        self.thawed = threading.Event()
-        self.frozen = False
+        self.thaw_event = threading.Event()
+        self.is_frozen = False
         self.error_number = 0
 
     def ioctl(self, fd: int, request: int, argument: int) -> int:
         self.requests.append(request)
         if self.error_number:
             raise OSError(self.error_number, os.strerror(self.error_number))
-        if (request == FIFREEZE) == self.frozen:
-            raise OSError(errno.EBUSY if self.frozen else errno.EINVAL, "already in this state")
-        self.frozen = not self.frozen
-        if not self.frozen:
-            self.thawed.set()
+        if (request == FIFREEZE) == self.is_frozen:
+            raise OSError(errno.EBUSY if self.is_frozen else errno.EINVAL, "already in this state")
+        self.is_frozen = not self.is_frozen
+        if not self.is_frozen:
+            self.thaw_event.set()
         return 0
 
 
@@ -46,23 +46,23 @@ def kernel() -> FakeKernel:
 def test_freeze_and_thaw_call_the_kernel(kernel, tmp_path):
     freezer = Freezer(str(tmp_path), kernel.ioctl)
     freezer.freeze(60)
-    assert kernel.frozen
+    assert kernel.is_frozen
     freezer.thaw()
     freezer.thaw()
-    assert not kernel.frozen and kernel.requests == [FIFREEZE, FITHAW, FITHAW]
+    assert not kernel.is_frozen and kernel.requests == [FIFREEZE, FITHAW, FITHAW]
 
 
 def test_a_frozen_file_system_thaws_after_the_timeout(kernel, tmp_path):
     Freezer(str(tmp_path), kernel.ioctl).freeze(0.05)
-    assert kernel.thawed.wait(30)
+    assert kernel.thaw_event.wait(30)
 
 
 def test_a_second_freeze_restarts_the_timer(kernel, tmp_path):
     freezer = Freezer(str(tmp_path), kernel.ioctl)
     freezer.freeze(0.2)
     freezer.freeze(60)
-    assert not kernel.thawed.wait(0.5)
-    assert kernel.frozen
+    assert not kernel.thaw_event.wait(0.5)
+    assert kernel.is_frozen
     freezer.thaw()
 
 
@@ -70,7 +70,7 @@ def test_a_failed_freeze_leaves_no_timer(kernel, tmp_path):
     kernel.error_number = errno.EOPNOTSUPP
     with pytest.raises(OSError):
         Freezer(str(tmp_path), kernel.ioctl).freeze(0.05)
-    assert not kernel.thawed.wait(0.2)
+    assert not kernel.thaw_event.wait(0.2)
     assert kernel.requests == [FIFREEZE]
 
 

@@ -216,7 +216,7 @@ def _build_namespace_command(agent) -> list[str]:
     return ["nsenter", f"--net=/proc/{agent.process.pid}/ns/net", "--"]
 
 
-def post_from(agent, path, body, *, source="192.0.2.1", token=""):
+def post_from_address(agent, path, body, *, source="192.0.2.1", token=""):
     """Send a POST request from the address ``source`` in the agent's network."""
     result = subprocess.run(
         [*_build_namespace_command(agent), sys.executable, "-c", CLIENT_SCRIPT, str(agent.port), source, path, token],
@@ -229,42 +229,42 @@ def post_from(agent, path, body, *, source="192.0.2.1", token=""):
     return int(status), json.loads(response)
 
 
-def run(agent, script, token="s3cret"):
-    status, response = post_from(agent, "/exec", {"args": ["sh", "-c", script]}, token=token)
+def run_script(agent, script, token="s3cret"):
+    status, response = post_from_address(agent, "/exec", {"args": ["sh", "-c", script]}, token=token)
     assert status == 200, response
     return base64.b64decode(response["stdout"]).decode()
 
 
 def test_a_managed_machine_applies_its_identity(machine):
     agent, etc_directory = machine
-    assert run(agent, "cat /etc/hostname /etc/machine-id /etc/resolv.conf", "") == (
+    assert run_script(agent, "cat /etc/hostname /etc/machine-id /etc/resolv.conf", "") == (
         "old hostname\nold machine-id\nold resolv.conf\n"
     )
-    status, response = post_from(agent, "/identity", FULL_IDENTITY)
+    status, response = post_from_address(agent, "/identity", FULL_IDENTITY)
     assert status == 200
     assert (response["hostname"], response["machineID"]) == ("sibling-1", FULL_IDENTITY["machineID"])
     assert response["skipped"] == [], response
-    assert run(agent, "hostname; cat /etc/hostname /etc/machine-id /etc/resolv.conf; echo $GREETING") == (
+    assert run_script(agent, "hostname; cat /etc/hostname /etc/machine-id /etc/resolv.conf; echo $GREETING") == (
         f"sibling-1\nsibling-1\n{FULL_IDENTITY['machineID']}\nnameserver 192.0.2.1\nnameserver 2001:db8::1\nhello\n"
     )
     # None of it is written to disk.
     for name in ("hostname", "machine-id", "resolv.conf"):
         assert (etc_directory / name).read_text() == f"old {name}\n"
     # Shorter contents replace longer contents completely.
-    post_from(agent, "/identity", {"hostname": "s", "dns": ["192.0.2.9"]}, token="s3cret")
-    assert run(agent, "cat /etc/hostname /etc/resolv.conf") == "s\nnameserver 192.0.2.9\n"
+    post_from_address(agent, "/identity", {"hostname": "s", "dns": ["192.0.2.9"]}, token="s3cret")
+    assert run_script(agent, "cat /etc/hostname /etc/resolv.conf") == "s\nnameserver 192.0.2.9\n"
 
 
 def test_the_gateway_can_set_the_identity_without_a_token(machine):
     agent, _ = machine
-    assert post_from(agent, "/identity", {"accessToken": "first"}, source="192.0.2.2")[0] == 200
-    assert post_from(agent, "/identity", {"accessToken": "mine"}, source="192.0.2.2")[0] == 401
-    assert post_from(agent, "/identity", {"accessToken": "second"}, source="192.0.2.1")[0] == 200
-    assert post_from(agent, "/exec", {"args": ["true"]}, source="192.0.2.1")[0] == 401
-    assert post_from(agent, "/exec", {"args": ["true"]}, source="192.0.2.1", token="second")[0] == 200
+    assert post_from_address(agent, "/identity", {"accessToken": "first"}, source="192.0.2.2")[0] == 200
+    assert post_from_address(agent, "/identity", {"accessToken": "mine"}, source="192.0.2.2")[0] == 401
+    assert post_from_address(agent, "/identity", {"accessToken": "second"}, source="192.0.2.1")[0] == 200
+    assert post_from_address(agent, "/exec", {"args": ["true"]}, source="192.0.2.1")[0] == 401
+    assert post_from_address(agent, "/exec", {"args": ["true"]}, source="192.0.2.1", token="second")[0] == 200
 
 
-def receive(host_fd, size, seconds=10.0):
+def receive_bytes(host_fd, size, seconds=10.0):
     """Return up to ``size`` bytes that the agent sends over the line."""
     data, deadline = b"", time.monotonic() + seconds
     while len(data) < size and select.select([host_fd], [], [], max(0, deadline - time.monotonic()))[0]:
@@ -280,7 +280,7 @@ def send_identity(host_fd, body):
     """Send a probe over the line, then the identity."""
     probe = make_probe(os.urandom(8).hex())
     os.write(host_fd, probe)
-    assert receive(host_fd, len(probe)) == probe
+    assert receive_bytes(host_fd, len(probe)) == probe
     os.write(host_fd, b"=" + (body if isinstance(body, bytes) else json.dumps(body).encode()))
 
 
@@ -290,21 +290,21 @@ def test_requests_wait_until_the_identity_is_applied(machine, serial_line):
         send_identity(
             host_fd, {"env": {"ROUND": str(round)}, "accessToken": f"token-{round}", "hostname": f"sibling-{round}"}
         )
-        assert run(agent, "echo $ROUND $(hostname)", f"token-{round}") == f"{round} sibling-{round}\n"
+        assert run_script(agent, "echo $ROUND $(hostname)", f"token-{round}") == f"{round} sibling-{round}\n"
 
 
 def test_requests_wait_between_the_probe_and_the_identity(machine, serial_line):
     (agent, _), (host_fd, _) = machine, serial_line
     os.write(host_fd, make_probe("who"))
-    assert receive(host_fd, 17) == make_probe("who")
+    assert receive_bytes(host_fd, 17) == make_probe("who")
     outputs: list[str] = []
-    thread = threading.Thread(target=lambda: outputs.append(run(agent, "echo $N", "")))
+    thread = threading.Thread(target=lambda: outputs.append(run_script(agent, "echo $N", "")))
     thread.start()
     thread.join(0.7)
     assert thread.is_alive() and not outputs
     # A fork of a machine in exactly this state receives another probe.
     os.write(host_fd, make_probe("again"))
-    assert receive(host_fd, 17) == make_probe("again")
+    assert receive_bytes(host_fd, 17) == make_probe("again")
     os.write(host_fd, b'={"env": {"N": "1"}}')
     thread.join(30)
     assert outputs == ["1\n"]
@@ -313,31 +313,31 @@ def test_requests_wait_between_the_probe_and_the_identity(machine, serial_line):
 def test_an_identity_for_another_machine_is_ignored(machine, serial_line):
     (agent, _), (host_fd, _) = machine, serial_line
     send_identity(host_fd, {"env": {"N": "1"}})
-    assert run(agent, "echo $N", "") == "1\n"
+    assert run_script(agent, "echo $N", "") == "1\n"
     os.write(host_fd, b'={"env": {"N": "2"}}')
     time.sleep(0.2)
-    assert run(agent, "echo $N", "") == "1\n"
+    assert run_script(agent, "echo $N", "") == "1\n"
 
 
 @pytest.mark.parametrize("body", [b"{", b"[]", b"", b'{"env": {"N": "2"}, "hostname": "a b"}', b"\xff" * 4000])
 def test_invalid_messages_on_the_line_are_ignored(machine, serial_line, body):
     (agent, _), (host_fd, _) = machine, serial_line
     send_identity(host_fd, {"env": {"N": "1"}})
-    assert run(agent, "echo $N", "") == "1\n"
+    assert run_script(agent, "echo $N", "") == "1\n"
     send_identity(host_fd, body)
-    assert run(agent, "echo $N", "") == "1\n"
+    assert run_script(agent, "echo $N", "") == "1\n"
     send_identity(host_fd, {"env": {"N": "3"}})
-    assert run(agent, "echo $N", "") == "3\n"
+    assert run_script(agent, "echo $N", "") == "3\n"
 
 
 def test_the_agent_does_not_busy_loop_after_the_host_hangs_up(machine, serial_line):
     (agent, _), (host_fd, _) = machine, serial_line
     send_identity(host_fd, {"env": {"N": "1"}})
-    assert run(agent, "echo $N", "") == "1\n"
+    assert run_script(agent, "echo $N", "") == "1\n"
     os.write(host_fd, make_probe("who"))
-    assert receive(host_fd, 17)
+    assert receive_bytes(host_fd, 17)
     os.close(host_fd)
-    assert run(agent, "echo $N", "") == "1\n"
+    assert run_script(agent, "echo $N", "") == "1\n"
 
     def read_cpu_ticks() -> int:
         return sum(map(int, Path(f"/proc/{agent.process.pid}/stat").read_text().rpartition(")")[2].split()[11:13]))
@@ -349,15 +349,15 @@ def test_the_agent_does_not_busy_loop_after_the_host_hangs_up(machine, serial_li
 
 def test_a_failure_to_set_the_clock_is_reported(machine):
     agent, _ = machine
-    _, response = post_from(agent, "/identity", {"time": time.time() + 3600})
+    _, response = post_from_address(agent, "/identity", {"time": time.time() + 3600})
     assert [reason.partition(":")[0] for reason in response["skipped"]] == ["time"]
-    assert abs(float(run(agent, "date +%s", "")) - time.time()) < 60
+    assert abs(float(run_script(agent, "date +%s", "")) - time.time()) < 60
 
 
 def test_a_restarted_agent_keeps_its_token_and_mounts(machine):
     """The first agent keeps running. The second agent runs in the same namespaces and loads the saved state."""
     agent, _ = machine
-    post_from(agent, "/identity", FULL_IDENTITY)
+    post_from_address(agent, "/identity", FULL_IDENTITY)
     enter_command = ["nsenter", "--mount", "--uts", "--net", f"--target={agent.process.pid}", "--"]
     second_agent = subprocess.Popen(
         [*enter_command, sys.executable, "-m", "sandbox_agent", "--bind", "127.0.0.1", "--port", "0"],
@@ -383,4 +383,4 @@ def test_a_restarted_agent_keeps_its_token_and_mounts(machine):
         second_agent.wait()
     mount_table = Path(f"/proc/{agent.process.pid}/mounts").read_text()
     assert mount_table.count(" /etc/hostname ") == 1
-    assert run(agent, "stat -c %a /run/sandbox/agent.json") == "600\n"
+    assert run_script(agent, "stat -c %a /run/sandbox/agent.json") == "600\n"

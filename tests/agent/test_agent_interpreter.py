@@ -95,10 +95,10 @@ def code_client(unmanaged_command, running):
 def list_kernel_pids(code_client):
     """Return the ids of the agent's child processes."""
     pids = []
-    for stat in Path("/proc").glob("[0-9]*/stat"):
+    for stat_file in Path("/proc").glob("[0-9]*/stat"):
         with contextlib.suppress(OSError):
-            if stat.read_text().rpartition(")")[2].split()[1] == str(code_client.agent.process.pid):
-                pids.append(stat.parent.name)
+            if stat_file.read_text().rpartition(")")[2].split()[1] == str(code_client.agent.process.pid):
+                pids.append(stat_file.parent.name)
     return pids
 
 
@@ -648,7 +648,7 @@ def test_modules_are_loaded_on_demand(unmanaged_command, running):
     with running(unmanaged_command) as agent:
         agent.request("GET", "/health")
         threads = Path(f"/proc/{agent.process.pid}/task").iterdir()
-        assert len(list(threads)) <= 3  # the two listeners and the thread of the request
+        assert len(list(threads)) <= 3  # the threads of the two listeners and of the request
         code_client = CodeClient(agent)
         assert list_kernel_pids(code_client) == [] and code_client.list_contexts() == []
         assert agent.post("/contexts/default/start")[1]["id"] == "default"

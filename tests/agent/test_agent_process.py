@@ -184,13 +184,13 @@ def test_a_signal_reaches_the_process_group(agent):
 
 
 def test_an_unknown_process_is_not_found(agent):
-    for method, extra in (
+    for method, extra_fields in (
         ("SendSignal", {"signal": "SIGNAL_SIGKILL"}),
         ("SendInput", {"input": {"stdin": ""}}),
         ("CloseStdin", {}),
         ("Update", {}),
     ):
-        status, response = agent.post(f"/process.Process/{method}", {"process": {"pid": 999_999_999}, **extra})
+        status, response = agent.post(f"/process.Process/{method}", {"process": {"pid": 999_999_999}, **extra_fields})
         assert (status, response["code"]) == (404, "not_found"), method
     events = agent.stream("Connect", {"process": {"tag": "none"}})
     assert list(events) == [] and events.error and events.error["code"] == "not_found"

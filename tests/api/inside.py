@@ -52,9 +52,9 @@ class Service:
         self._address = (address, port)
         self._listen = listen
         self._loop = asyncio.new_event_loop()
-        self._ready = threading.Event()
+        self._ready_event = threading.Event()
         self._failure: BaseException | None = None
-        self._stop = asyncio.Event()
+        self._stop_event = asyncio.Event()
         self._thread = threading.Thread(target=self._run, name="service", daemon=True)
 
     def _run(self) -> None:
@@ -62,26 +62,26 @@ class Service:
             self._loop.run_until_complete(self._serve())
         except BaseException as error:
             self._failure = error
-            self._ready.set()
+            self._ready_event.set()
         finally:
             self._loop.run_until_complete(_cancel(asyncio.all_tasks(self._loop)))
             self._loop.close()
 
     async def _serve(self) -> None:
         server = await self._listen(*self._address)
-        self._ready.set()
-        await self._stop.wait()
+        self._ready_event.set()
+        await self._stop_event.wait()
         server.close()
 
     def __enter__(self) -> Service:
         self._thread.start()
-        assert self._ready.wait(_START_TIMEOUT_SECONDS)
+        assert self._ready_event.wait(_START_TIMEOUT_SECONDS)
         if self._failure:
             raise self._failure
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._loop.call_soon_threadsafe(self._stop.set)
+        self._loop.call_soon_threadsafe(self._stop_event.set)
         self._thread.join(_START_TIMEOUT_SECONDS)
 
 
@@ -177,11 +177,11 @@ def raw_service(
 
 
 @contextlib.contextmanager
-def raw_connection(memory_gateway: MemoryGateway, *pieces: bytes, local: bool = False) -> Iterator[socket.socket]:
-    """Open a connection to the gateway, and send ``pieces`` unchanged. ``local``: connect to its unix socket."""
-    with socket.socket(socket.AF_UNIX if local else socket.AF_INET) as connection:
+def raw_connection(memory_gateway: MemoryGateway, *pieces: bytes, is_local: bool = False) -> Iterator[socket.socket]:
+    """Open a connection to the gateway, and send ``pieces`` unchanged. ``is_local``: connect to its unix socket."""
+    with socket.socket(socket.AF_UNIX if is_local else socket.AF_INET) as connection:
         connection.settimeout(30)
-        connection.connect(str(memory_gateway.socket) if local else ("127.0.0.1", memory_gateway.port))
+        connection.connect(str(memory_gateway.socket) if is_local else ("127.0.0.1", memory_gateway.port))
         for piece in pieces:
             connection.sendall(piece)
         yield connection

@@ -43,7 +43,7 @@ class MemoryGateway:
         self.config = Config.model_validate(config_data)
         self.host = host or MemoryHost()
         self.loop = asyncio.new_event_loop()
-        self.stop = asyncio.Event()
+        self.stop_event = asyncio.Event()
         self.failure: BaseException | None = None
         self.thread = threading.Thread(target=self._run, name="gateway", daemon=True)
         self.thread.start()
@@ -61,7 +61,7 @@ class MemoryGateway:
 
     async def _serve(self) -> None:
         self.engine = Engine(self.host, self.config)
-        await serving.serve(self.config, self.engine, self.stop)
+        await serving.serve(self.config, self.engine, self.stop_event)
 
     def _wait_until_ready(self) -> None:
         deadline = time.monotonic() + _START_TIMEOUT_SECONDS
@@ -76,7 +76,7 @@ class MemoryGateway:
 
     def end(self) -> None:
         if self.thread.is_alive():
-            self.loop.call_soon_threadsafe(self.stop.set)
+            self.loop.call_soon_threadsafe(self.stop_event.set)
             self.thread.join(30)
         self.run_directory.cleanup()
         if self.failure:

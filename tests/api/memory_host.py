@@ -1,6 +1,6 @@
 """A host that simulates its machines in memory, for tests of the layers above hosts.
 
-A machine is a small HTTP server with the agent's calls, on its own loopback address. Its `/exec` supports `write KEY
+A machine is a small HTTP server with the agent's API, on its own loopback address. Its `/exec` supports `write KEY
 VALUE`, `read KEY`, `sleep SECONDS`, `exit CODE`, and `env`. The contents of an uploaded file are the value of its path.
 Written values are part of a capture, except for keys below the path of a mounted volume, which belong to the volume. As
 on hosts of virtual machines, a volume is available once the agent has mounted it, and only while the host grants the
@@ -58,15 +58,15 @@ class Machine:
         self.names: dict[str, Any] = {}
         """The names in its interpreter."""
         self.allowed: dict[str, bool] = {}
-        """Whether access is read-only, by volume to which the host grants access."""
-        self.mounted: dict[str, str] = {}
+        """The volumes to which the host grants access, and whether each access is read-only."""
+        self.mounted_volumes: dict[str, str] = {}
         """The agent's mounts: path → volume."""
         self.address = ""
         self.identity: dict[str, Any] = {}
         self.forwarded_requests: list[tuple[str, dict[str, str], bytes]] = []
         """(request line, headers, body) of each request that did not come from the engine."""
         self.sync_count = 0
-        """How often the engine made the guest write its cache to its disk."""
+        """The number of times the engine made the guest write its cache to its disk."""
         self._server: asyncio.Server | None = None
         self._connections: set[asyncio.Task[None]] = set()
 
@@ -160,15 +160,18 @@ class Machine:
         for mount in mounts:
             if mount["source"] not in self.allowed:
                 return 500, {"message": f"{mount['source']} cannot be mounted on {mount['path']}: access denied"}
-        previous_mounts, self.mounted = self.mounted, {mount["path"]: mount["source"] for mount in mounts}
+        previous_mounts, self.mounted_volumes = (
+            self.mounted_volumes,
+            {mount["path"]: mount["source"] for mount in mounts},
+        )
         return 200, {
-            "mounted": [path for path, source in self.mounted.items() if previous_mounts.get(path) != source],
-            "unmounted": [path for path, source in previous_mounts.items() if self.mounted.get(path) != source],
+            "mounted": [path for path, source in self.mounted_volumes.items() if previous_mounts.get(path) != source],
+            "unmounted": [path for path, source in previous_mounts.items() if self.mounted_volumes.get(path) != source],
         }
 
     def _resolve(self, key: str) -> tuple[dict[str, str], str, bool]:
         """Return the mapping that contains ``key``, the key in that mapping, and whether the mapping is writable."""
-        for path, volume in self.mounted.items():
+        for path, volume in self.mounted_volumes.items():
             if key.startswith(f"{path}/"):
                 if volume not in self.allowed:
                     return {}, key, False
@@ -179,8 +182,8 @@ class Machine:
         verb, *words = request["args"]
         exit_code, stdout, stderr, timed_out = 0, "", "", False
         if verb == "write":
-            mapping, key, writable = self._resolve(words[0])
-            if writable:
+            mapping, key, is_writable = self._resolve(words[0])
+            if is_writable:
                 mapping[key] = words[1]
             else:
                 exit_code, stderr = 1, "Read-only file system\n"
@@ -304,7 +307,7 @@ class MemoryHost:
     """An in-memory ``hosts.base.Host``.
 
     A fork takes ``fork_seconds``, and fails if the sandbox's name is in ``failing_names``. ``blocked_paths`` cannot be
-    used as mount points. If ``dead_console`` is set, machines end while they boot, with this console output.
+    used as mount points. If ``failed_boot_console`` is set, machines end while they boot, with this console output.
     """
 
     kind = "memory"
@@ -317,11 +320,11 @@ class MemoryHost:
     def __init__(self) -> None:
         self.machines: dict[str, Machine] = {}
         self.disks: dict[str, dict[str, str]] = {}
-        self.mounted: dict[str, dict[str, str]] = {}
+        self.mounts_by_snapshot: dict[str, dict[str, str]] = {}
         """The agents' mounts, by the snapshot that contains their memory."""
         self.names: dict[str, dict[str, Any]] = {}
         """The names in interpreters, by the snapshot that contains their memory."""
-        self.saved: dict[str, Sandbox] = {}
+        self.saved_sandboxes: dict[str, Sandbox] = {}
         self.volumes: dict[str, Volume] = {}
         self.volume_snapshots: dict[str, VolumeSnapshot] = {}
         self.files: dict[str, dict[str, str]] = {}
@@ -330,7 +333,7 @@ class MemoryHost:
         self.build_seconds = 0.0
         self.failing_names: set[str] = set()
         self.blocked_paths: set[str] = set()
-        self.dead_console: str | None = None
+        self.failed_boot_console: str | None = None
         self.available_room = Room(disk_free=50 << 30, disk_total=100 << 30, memory_free=8 << 30, memory_total=16 << 30)
         self.current_storage_commands: StorageCommands | None = None
         self.import_problem = ""
@@ -391,7 +394,7 @@ class MemoryHost:
         self.disks[sandbox.instance] = self.disks[snapshot.id]
         await self.boot(sandbox)
         if with_memory:
-            self.machines[sandbox.instance].mounted = dict(self.mounted.get(snapshot.id, {}))
+            self.machines[sandbox.instance].mounted_volumes = dict(self.mounts_by_snapshot.get(snapshot.id, {}))
             self.machines[sandbox.instance].names = dict(self.names.get(snapshot.id, {}))
 
     async def flush_fork(self, fork: Sandbox) -> None:
@@ -408,7 +411,7 @@ class MemoryHost:
         machine = self.machine_type(self.disks[sandbox.instance], self.files)
         machine.allowed = {mount.volume: mount.read_only for mount in sandbox.mounts}
         await machine.start()
-        if self.dead_console is not None:
+        if self.failed_boot_console is not None:
             await machine.stop()
         self.machines[sandbox.instance] = machine
 
@@ -420,14 +423,14 @@ class MemoryHost:
         machine = self.machines[sandbox.instance]
         self.disks[snapshot.id] = dict(machine.state)
         if memory:
-            self.mounted[snapshot.id] = dict(machine.mounted)
+            self.mounts_by_snapshot[snapshot.id] = dict(machine.mounted_volumes)
             self.names[snapshot.id] = dict(machine.names)
         changes = {"memory": MemoryMode.INCREMENTAL if memory else MemoryMode.NONE, "resources": sandbox.resources}
         measurements = {"pause_ms": 6.25, "memory_bytes_written": 4096, "disk_bytes_unique": 1536}
         return snapshot.model_copy(update=changes | measurements)
 
     async def save(self, sandbox: Sandbox) -> None:
-        self.saved[sandbox.id] = sandbox
+        self.saved_sandboxes[sandbox.id] = sandbox
 
     async def save_snapshot(self, snapshot: Snapshot) -> None:
         pass
@@ -442,7 +445,7 @@ class MemoryHost:
         self.disks.pop(sandbox.instance, None)
 
     async def remove(self, sandbox: Sandbox) -> None:
-        self.saved.pop(sandbox.id, None)
+        self.saved_sandboxes.pop(sandbox.id, None)
         await self.discard(sandbox)
 
     def files_of(self, snapshot: Snapshot) -> dict[str, str]:
@@ -463,7 +466,7 @@ class MemoryHost:
 
     async def remove_snapshot(self, snapshot: Snapshot) -> None:
         self.disks.pop(snapshot.id, None)
-        self.mounted.pop(snapshot.id, None)
+        self.mounts_by_snapshot.pop(snapshot.id, None)
         self.names.pop(snapshot.id, None)
 
     async def create_volume(self, volume: Volume, source: VolumeSnapshot | None = None) -> None:
@@ -519,10 +522,10 @@ class MemoryHost:
         }
 
     async def console(self, sandbox: Sandbox) -> str:
-        return self.dead_console or ""
+        return self.failed_boot_console or ""
 
     def end_reason(self, sandbox: Sandbox) -> str:
-        return "" if sandbox.instance in self.machines and self.dead_console is None else "its machine ended"
+        return "" if sandbox.instance in self.machines and self.failed_boot_console is None else "its machine ended"
 
     def check_network(self, policy: NetworkPolicy) -> None:
         build_egress_rules(policy, self.name_servers())

@@ -566,15 +566,15 @@ def test_the_sandbox_that_signed_a_url_is_found_quickly() -> None:
     signers = SignerFinder(engine)
     path = "/" + "x" * 60_000
 
-    def parse(token: str) -> SignedUrl:
+    def make_url(token: str) -> SignedUrl:
         url = parse_signed_url("GET", urlencode(sign_query("read", path, token=token), quote_via=quote).encode())
         assert url is not None
         return url
 
-    assert signers.find(parse(secret.derive(ids[-1]))) == f"record of {ids[-1]}"
-    unknown_urls = [parse(f"{number:064x}") for number in range(10)]
+    assert signers.find(make_url(secret.derive(ids[-1]))) == f"record of {ids[-1]}"
+    unknown_urls = [make_url(f"{number:064x}") for number in range(10)]
     cpu_seconds_before = time.process_time()
     assert [signers.find(url) for url in unknown_urls] == [None] * 10
     assert time.process_time() - cpu_seconds_before < 0.2
     del engine.index.sandboxes[ids[-1]]
-    assert signers.find(parse(secret.derive(ids[-1]))) is None, "a removed sandbox is not found in the cache"
+    assert signers.find(make_url(secret.derive(ids[-1]))) is None, "a removed sandbox is not found in the cache"

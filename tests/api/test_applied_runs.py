@@ -71,8 +71,8 @@ def test_a_run_that_has_ended_cannot_continue(
     memory_gateway: MemoryGateway, sandbox: object, run: httpx.Client
 ) -> None:
     path = run.base_url.path.rstrip("/")
-    with memory_gateway.client(ADMIN_KEY) as other:
-        assert other.get(f"{path}/sandboxes/one").status_code == 410, "it belongs to another key"
+    with memory_gateway.client(ADMIN_KEY) as other_client:
+        assert other_client.get(f"{path}/sandboxes/one").status_code == 410, "it belongs to another key"
     with memory_gateway.client() as client:
         assert path.endswith(client.get("/applied-runs").json()[0]["runID"])
         assert client.delete(path).status_code == 204
@@ -100,10 +100,10 @@ def test_the_number_of_counted_changes_of_a_run_is_limited(monkeypatch: pytest.M
 
 
 def test_the_number_of_runs_is_limited(monkeypatch: pytest.MonkeyPatch) -> None:
-    async def check() -> None:
+    async def run_scenario() -> None:
         applied_runs = runs.AppliedRuns()
-        first = applied_runs.open("a", "1")
-        assert applied_runs.open("a", "1") is first
+        first_run = applied_runs.open("a", "1")
+        assert applied_runs.open("a", "1") is first_run
         applied_runs.open("a", "2")
         with pytest.raises(Busy, match="limit of 2 applied runs for the key 'a'"):
             applied_runs.open("a", "3")
@@ -111,16 +111,16 @@ def test_the_number_of_runs_is_limited(monkeypatch: pytest.MonkeyPatch) -> None:
         with pytest.raises(Busy, match="limit of 3 applied runs for this gateway"):
             applied_runs.open("c", "1")
         monkeypatch.setattr(runs, "MIN_IDLE_SECONDS", 0.0)
-        applied_runs.get("a", first.id)
+        applied_runs.get("a", first_run.id)
         applied_runs.open("c", "1")
         assert [len(applied_runs.list(owner)) for owner in "abc"] == [1, 1, 1]
-        assert applied_runs.list("a") == [first], "the least recently used run has ended"
+        assert applied_runs.list("a") == [first_run], "the least recently used run has ended"
         with pytest.raises(Gone, match="make a new plan"):
             applied_runs.open("a", "2")
         monkeypatch.setattr(runs, "IDLE_SECONDS", 0.0)
         with pytest.raises(Gone, match="Make a new plan"):
-            applied_runs.get("a", first.id)
+            applied_runs.get("a", first_run.id)
 
     monkeypatch.setattr(runs, "MAX_RUNS", 3)
     monkeypatch.setattr(runs, "MAX_RUNS_PER_KEY", 2)
-    asyncio.run(check())
+    asyncio.run(run_scenario())

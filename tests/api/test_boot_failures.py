@@ -24,11 +24,11 @@ COLD_START = {"coldStart": True}
 @pytest.fixture
 def broken_host(memory_gateway: MemoryGateway) -> Iterator[Any]:
     yield memory_gateway.host
-    memory_gateway.host.dead_console = None
+    memory_gateway.host.failed_boot_console = None
 
 
 def test_the_error_contains_the_end_of_the_console(api: httpx.Client, broken_host: Any) -> None:
-    broken_host.dead_console = CONSOLE
+    broken_host.failed_boot_console = CONSOLE
     response = api.post("/sandboxes", json={"templateID": "base", "name": "one", **COLD_START})
     error = response.json()
     assert response.status_code == 500 and error["kind"] == "backend_failed"
@@ -44,33 +44,33 @@ def test_the_error_contains_the_end_of_the_console(api: httpx.Client, broken_hos
 def test_the_error_of_a_failed_resume_contains_the_console(api: httpx.Client, broken_host: Any) -> None:
     create_sandbox(api, name="one")
     assert api.post("/sandboxes/one/pause", json={"memory": False}).status_code == 204
-    broken_host.dead_console = CONSOLE
+    broken_host.failed_boot_console = CONSOLE
     assert api.post("/sandboxes/one/resume").json()["details"] == {"console": CONSOLE_LINES}
-    broken_host.dead_console = None
+    broken_host.failed_boot_console = None
     assert api.post("/sandboxes/one/resume").status_code == 201
 
 
 def test_the_error_of_a_fork_with_memory_contains_no_console(api: httpx.Client, broken_host: Any) -> None:
-    broken_host.dead_console = CONSOLE
+    broken_host.failed_boot_console = CONSOLE
     error = api.post("/sandboxes", json={"templateID": "base"}).json()
     assert "did not start" in error["message"] and "console" not in error["message"] and "details" not in error
 
 
 def test_without_output_the_error_does_not_mention_the_console(api: httpx.Client, broken_host: Any) -> None:
-    broken_host.dead_console = "\r\n \x1b[0m\n"
+    broken_host.failed_boot_console = "\r\n \x1b[0m\n"
     error = api.post("/sandboxes", json={"templateID": "base", **COLD_START}).json()
     assert "did not start" in error["message"] and "console" not in error["message"] and "details" not in error
 
 
 def test_the_error_of_each_fork_contains_the_console(api: httpx.Client, broken_host: Any) -> None:
-    broken_host.dead_console = CONSOLE
+    broken_host.failed_boot_console = CONSOLE
     forks = api.post("/snapshots/base/fork", json={"count": 2, "atomic": False, **COLD_START}).json()
     assert forks["sandboxes"] == []
     assert ["no init found" in error["message"] for error in forks["errors"]] == [True, True]
 
 
 def test_the_build_log_contains_the_console(api: httpx.Client, broken_host: Any) -> None:
-    broken_host.dead_console = CONSOLE
+    broken_host.failed_boot_console = CONSOLE
     build = api.post("/templates", json={"name": "broken"}).json()
     route = f"/templates/{build['templateID']}/builds/{build['buildID']}"
     with api.stream("GET", f"{route}/logs", params={"follow": "true"}) as response:
@@ -90,7 +90,7 @@ def test_the_build_log_contains_the_console(api: httpx.Client, broken_host: Any)
 def test_module_errors_contain_the_console(
     memory_gateway: MemoryGateway, broken_host: Any, kind: Any, options: dict[str, Any]
 ) -> None:
-    broken_host.dead_console = CONSOLE
+    broken_host.failed_boot_console = CONSOLE
     defaults = {name: option.get("default") for name, option in kind.ARGUMENTS.items()}
     result = run(kind, {**defaults, **options}, check=False, client=Client(memory_gateway.unix_url))
     assert result["failed"] and not result["changed"] and result["failure"]["kind"] == "backend_failed"

@@ -24,11 +24,11 @@ DIGEST, OTHER_DIGEST = "0123456789abcdef" * 4, "f" * 64
 
 
 @pytest.fixture
-def stored(memory_gateway: MemoryGateway) -> Iterator[Path]:
+def archive_directory(memory_gateway: MemoryGateway) -> Iterator[Path]:
     """The directory with the archives."""
     directory = memory_gateway.root / "build-files"
     yield directory
-    assert list(directory.glob(".*")) == [], "an upload has left something"
+    assert list(directory.glob(".*")) == [], "an upload has left something behind"
     assert memory_gateway.engine.transfers._active_count == memory_gateway.engine.build_files._uploading_bytes == 0
     for path in directory.iterdir():
         path.unlink()
@@ -38,54 +38,60 @@ def list_names(directory: Path) -> list[str]:
     return sorted(path.name for path in directory.iterdir())
 
 
-def sign(gateway: MemoryGateway, digest: str = DIGEST) -> dict[str, Any]:
+def request_upload_url(gateway: MemoryGateway, digest: str = DIGEST) -> dict[str, Any]:
     """Request the URL of an upload as the client does, for a build that has not started."""
     with gateway.client(ADMIN_KEY) as client:
         template_id = client.post("/v3/templates", json={"name": "uploading"}).json()["templateID"]
         response = client.get(f"/templates/{template_id}/files/{digest}")
     assert response.status_code == 201, response.text
-    answer: dict[str, Any] = response.json()
-    return answer
+    upload_data: dict[str, Any] = response.json()
+    return upload_data
 
 
-def upload(gateway: MemoryGateway, contents: Any = b"archive", digest: str = DIGEST) -> httpx.Response:
-    return httpx.put(sign(gateway, digest)["url"], content=contents)
+def upload_archive(gateway: MemoryGateway, contents: Any = b"archive", digest: str = DIGEST) -> httpx.Response:
+    return httpx.put(request_upload_url(gateway, digest)["url"], content=contents)
 
 
 def start_build(api: httpx.Client, name: str, digest: str = DIGEST) -> tuple[httpx.Response, str]:
-    """Start a build with a step COPY. Returns the response and, if the build has started, its log."""
-    announced = api.post("/v3/templates", json={"name": name}).json()
+    """Start a build with a COPY step. Returns the response and, if the build has started, its log."""
+    announced_build = api.post("/v3/templates", json={"name": name}).json()
     steps = [{"type": "COPY", "args": ["a", "/srv/", "", ""], "filesHash": digest, "force": False}]
-    path = f"/templates/{announced['templateID']}/builds/{announced['buildID']}"
+    path = f"/templates/{announced_build['templateID']}/builds/{announced_build['buildID']}"
     response = api.post(f"/v2{path}", json={"fromImage": "app", "steps": steps})
     log = api.get(f"{path}/logs", params={"follow": True}).text if response.status_code == 202 else ""
     return response, log
 
 
-def test_a_build_gets_the_uploaded_files(memory_gateway: MemoryGateway, api: httpx.Client, stored: Path) -> None:
-    answer = sign(memory_gateway)
+def test_a_build_gets_the_uploaded_files(
+    memory_gateway: MemoryGateway, api: httpx.Client, archive_directory: Path
+) -> None:
+    answer = request_upload_url(memory_gateway)
     assert answer["present"] is False and answer["url"].startswith(f"{memory_gateway.url}/build-files/{DIGEST}?")
-    refused, _ = start_build(api, "copied")
-    assert (refused.status_code, refused.json()["kind"]) == (409, "conflict")
+    refusal, _ = start_build(api, "copied")
+    assert (refusal.status_code, refusal.json()["kind"]) == (409, "conflict")
     contents = bytes(range(256)) * 20_000
     assert httpx.put(answer["url"], content=contents).status_code == 204
-    assert (stored / DIGEST).read_bytes() == contents and (stored / DIGEST).stat().st_mode & 0o777 == 0o600
-    assert stored.stat().st_mode & 0o777 == 0o700
-    assert sign(memory_gateway)["present"] is True
-    os.utime(stored / DIGEST, (1, 1))
-    started, log = start_build(api, "copied")
-    assert started.status_code == 202 and f"uploading {len(contents)} bytes of files" in log and "ready" in log
-    assert time.time() - (stored / DIGEST).stat().st_mtime < 60, "the build has not marked the archive as used"
+    assert (archive_directory / DIGEST).read_bytes() == contents and (
+        archive_directory / DIGEST
+    ).stat().st_mode & 0o777 == 0o600
+    assert archive_directory.stat().st_mode & 0o777 == 0o700
+    assert request_upload_url(memory_gateway)["present"] is True
+    os.utime(archive_directory / DIGEST, (1, 1))
+    build_response, log = start_build(api, "copied")
+    assert build_response.status_code == 202 and f"uploading {len(contents)} bytes of files" in log and "ready" in log
+    assert time.time() - (archive_directory / DIGEST).stat().st_mtime < 60, (
+        "the build has not marked the archive as used"
+    )
     api.post("/sandboxes", json={"templateID": "copied", "name": "copy"}).raise_for_status()
     result = api.post("/sandboxes/copy/exec", json={"args": ["read", archive_path(DIGEST)]}).json()
     assert result["stdout"].encode("latin-1") == contents
 
 
 def test_a_template_is_built_again_while_its_files_are_stored(
-    memory_gateway: MemoryGateway, api: httpx.Client, stored: Path, monkeypatch: pytest.MonkeyPatch
+    memory_gateway: MemoryGateway, api: httpx.Client, archive_directory: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for digest in (DIGEST, OTHER_DIGEST):
-        assert upload(memory_gateway, digest=digest).status_code == 204
+        assert upload_archive(memory_gateway, digest=digest).status_code == 204
     start_build(api, "again")
     template = api.get("/templates/again").json()
     assert DIGEST in template["recipe"]["setup"][0]
@@ -94,13 +100,13 @@ def test_a_template_is_built_again_while_its_files_are_stored(
     start_build(api, "again", OTHER_DIGEST)
     assert api.get("/templates/again").json()["digest"] != template["digest"]
     monkeypatch.setattr(memory_gateway.host, "guest_digest", lambda: "a newer guest")
-    (stored / OTHER_DIGEST).unlink()
-    refused = api.post("/templates/again")
-    assert refused.status_code == 409
-    assert "build the template again with the client, which uploads them" in refused.json()["message"]
+    (archive_directory / OTHER_DIGEST).unlink()
+    refusal = api.post("/templates/again")
+    assert refusal.status_code == 409
+    assert "build the template again with the client, which uploads them" in refusal.json()["message"]
 
 
-def test_a_url_has_the_address_that_the_client_used(memory_gateway: MemoryGateway, stored: Path) -> None:
+def test_a_url_has_the_address_that_the_client_used(memory_gateway: MemoryGateway, archive_directory: Path) -> None:
     with memory_gateway.client(ADMIN_KEY) as client:
         for headers, address in (
             ({"Host": "gateway.test:8700"}, "http://gateway.test:8700/build-files/"),
@@ -133,24 +139,24 @@ def send_head(gateway: MemoryGateway, url: str, length: int = 1000) -> str:
 
 @pytest.mark.parametrize("change", [change_signature, change_expiration, change_digest])
 def test_a_url_with_another_signature_is_refused_before_the_body_is_read(
-    memory_gateway: MemoryGateway, stored: Path, change: Any
+    memory_gateway: MemoryGateway, archive_directory: Path, change: Any
 ) -> None:
-    assert " 401 " in send_head(memory_gateway, change(sign(memory_gateway)["url"]))
-    assert list_names(stored) == []
+    assert " 401 " in send_head(memory_gateway, change(request_upload_url(memory_gateway)["url"]))
+    assert list_names(archive_directory) == []
 
 
 def test_an_expired_url_is_refused_before_the_body_is_read(
-    memory_gateway: MemoryGateway, stored: Path, monkeypatch: pytest.MonkeyPatch
+    memory_gateway: MemoryGateway, archive_directory: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(signed_urls, "_UPLOAD_SECONDS", -1)
-    assert " 401 " in send_head(memory_gateway, sign(memory_gateway)["url"])
-    refused = upload(memory_gateway)
-    assert refused.status_code == 401 and "has expired" in refused.json()["message"]
-    assert list_names(stored) == []
+    assert " 401 " in send_head(memory_gateway, request_upload_url(memory_gateway)["url"])
+    refusal = upload_archive(memory_gateway)
+    assert refusal.status_code == 401 and "has expired" in refusal.json()["message"]
+    assert list_names(archive_directory) == []
 
 
-def test_a_signature_is_valid_only_for_an_upload(memory_gateway: MemoryGateway, stored: Path) -> None:
-    query = urlsplit(sign(memory_gateway)["url"]).query
+def test_a_signature_is_valid_only_for_an_upload(memory_gateway: MemoryGateway, archive_directory: Path) -> None:
+    query = urlsplit(request_upload_url(memory_gateway)["url"]).query
     path = f"/build-files/{DIGEST}"
     for method, target in (
         ("GET", path),
@@ -162,10 +168,12 @@ def test_a_signature_is_valid_only_for_an_upload(memory_gateway: MemoryGateway, 
         ("GET", f"/templates/base/files/{DIGEST}"),
     ):
         assert httpx.request(method, f"{memory_gateway.url}{target}?{query}").status_code == 401, target
-    assert list_names(stored) == []
+    assert list_names(archive_directory) == []
 
 
-def test_only_an_admin_gets_urls_and_uploads_without_one(memory_gateway: MemoryGateway, stored: Path) -> None:
+def test_only_an_admin_gets_urls_and_uploads_without_one(
+    memory_gateway: MemoryGateway, archive_directory: Path
+) -> None:
     for key, statuses in ((READ_KEY, (403, 403)), (EXEC_KEY, (403, 403)), ("", (401, 401)), (ADMIN_KEY, (201, 204))):
         with memory_gateway.client(key) as client:
             responses = (
@@ -173,10 +181,10 @@ def test_only_an_admin_gets_urls_and_uploads_without_one(memory_gateway: MemoryG
                 client.put(f"/build-files/{DIGEST}", content=b"x"),
             )
         assert tuple(response.status_code for response in responses) == statuses
-    assert list_names(stored) == [DIGEST]
+    assert list_names(archive_directory) == [DIGEST]
 
 
-def test_a_plan_session_stores_no_files(memory_gateway: MemoryGateway, stored: Path) -> None:
+def test_a_plan_session_stores_no_files(memory_gateway: MemoryGateway, archive_directory: Path) -> None:
     with memory_gateway.client(READ_KEY) as client:
         plan = client.post("/plans", json={"run": "a test of uploads"}).json()["planID"]
         for response in (
@@ -184,97 +192,101 @@ def test_a_plan_session_stores_no_files(memory_gateway: MemoryGateway, stored: P
             client.put(f"/plans/{plan}/build-files/{DIGEST}", content=b"x"),
         ):
             assert (response.status_code, response.json()["kind"]) == (400, "unsupported")
-    assert list_names(stored) == []
+    assert list_names(archive_directory) == []
 
 
-def test_a_digest_that_is_not_one_is_refused(api: httpx.Client, stored: Path) -> None:
+def test_an_invalid_digest_is_refused(api: httpx.Client, archive_directory: Path) -> None:
     for digest in ("x", DIGEST.upper(), DIGEST[:-1], DIGEST + "0", f"..%2f{DIGEST[5:]}"):
         assert api.get(f"/templates/base/files/{digest}").status_code in (400, 404)
         assert api.put(f"/build-files/{digest}", content=b"x").status_code in (400, 404)
     assert api.get(f"/templates/base/files/{DIGEST[:-1]}").status_code == 400
     assert api.get(f"/templates/missing/files/{DIGEST}").status_code == 404
-    assert list_names(stored) == []
+    assert list_names(archive_directory) == []
 
 
 def test_an_archive_that_is_too_large_is_refused(
-    memory_gateway: MemoryGateway, stored: Path, monkeypatch: pytest.MonkeyPatch
+    memory_gateway: MemoryGateway, archive_directory: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(memory_gateway.engine.build_files, "_max_bytes", 3_000_000)
-    url = sign(memory_gateway)["url"]
+    url = request_upload_url(memory_gateway)["url"]
     assert " 413 " in send_head(memory_gateway, url, 3_000_001)
-    refused = httpx.put(url, content=iter([bytes(1_000_000)] * 4))
-    assert (refused.status_code, refused.json()["kind"]) == (413, "over_quota")
-    assert "limits.upload_mb" in refused.json()["message"] and list_names(stored) == []
+    refusal = httpx.put(url, content=iter([bytes(1_000_000)] * 4))
+    assert (refusal.status_code, refusal.json()["kind"]) == (413, "over_quota")
+    assert "limits.upload_mb" in refusal.json()["message"] and list_names(archive_directory) == []
     assert httpx.put(url, content=iter([bytes(1_000_000)] * 3)).status_code == 204
 
 
 def test_an_upload_without_room_is_refused(
-    memory_gateway: MemoryGateway, stored: Path, monkeypatch: pytest.MonkeyPatch
+    memory_gateway: MemoryGateway, archive_directory: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    full = Room(disk_free=513 << 20, disk_total=100 << 30, memory_free=8 << 30, memory_total=16 << 30)
-    monkeypatch.setattr(memory_gateway.host, "available_room", full)
-    url = sign(memory_gateway)["url"]
+    full_room = Room(disk_free=513 << 20, disk_total=100 << 30, memory_free=8 << 30, memory_total=16 << 30)
+    monkeypatch.setattr(memory_gateway.host, "available_room", full_room)
+    url = request_upload_url(memory_gateway)["url"]
     assert " 507 " in send_head(memory_gateway, url, 2 << 20)
-    assert list_names(stored) == []
+    assert list_names(archive_directory) == []
     assert httpx.put(url, content=b"small").status_code == 204
 
 
-def test_the_number_of_uploads_is_limited_and_the_last_of_two_wins(memory_gateway: MemoryGateway, stored: Path) -> None:
-    releases = [threading.Event(), threading.Event()]
+def test_the_number_of_uploads_is_limited_and_the_last_of_two_wins(
+    memory_gateway: MemoryGateway, archive_directory: Path
+) -> None:
+    release_events = [threading.Event(), threading.Event()]
     responses: list[httpx.Response] = []
 
-    def send(number: int) -> None:
-        def contents() -> Iterator[bytes]:
+    def send_upload(number: int) -> None:
+        def generate_contents() -> Iterator[bytes]:
             yield b"begin "
-            releases[number].wait(20)
+            release_events[number].wait(20)
             yield b"%d" % number
 
-        responses.append(upload(memory_gateway, contents()))
+        responses.append(upload_archive(memory_gateway, generate_contents()))
 
-    threads = [threading.Thread(target=send, args=(number,)) for number in range(2)]
+    threads = [threading.Thread(target=send_upload, args=(number,)) for number in range(2)]
     for thread in threads:
         thread.start()
     wait_until(lambda: memory_gateway.engine.transfers._active_count == 2)
-    refused = upload(memory_gateway)
-    assert (refused.status_code, refused.json()["kind"]) == (429, "busy")
+    refusal = upload_archive(memory_gateway)
+    assert (refusal.status_code, refusal.json()["kind"]) == (429, "busy")
     for number in (1, 0):
-        releases[number].set()
+        release_events[number].set()
         threads[number].join()
-        assert (stored / DIGEST).read_bytes() == b"begin %d" % number
+        assert (archive_directory / DIGEST).read_bytes() == b"begin %d" % number
     assert [response.status_code for response in responses] == [204, 204]
 
 
-def test_a_client_that_disconnects_leaves_nothing(memory_gateway: MemoryGateway, stored: Path) -> None:
-    assert upload(memory_gateway, b"before").status_code == 204
-    parts = urlsplit(sign(memory_gateway)["url"])
+def test_a_client_that_disconnects_leaves_nothing(memory_gateway: MemoryGateway, archive_directory: Path) -> None:
+    assert upload_archive(memory_gateway, b"before").status_code == 204
+    parts = urlsplit(request_upload_url(memory_gateway)["url"])
     with socket.create_connection(("127.0.0.1", memory_gateway.port)) as client:
         head = f"PUT {parts.path}?{parts.query} HTTP/1.1\r\nHost: x\r\nContent-Length: 9999999\r\n\r\n"
         client.sendall(head.encode() + bytes(2_000_000))
-        wait_until(lambda: len(list_names(stored)) == 2)
-    wait_until(lambda: list_names(stored) == [DIGEST])
-    assert (stored / DIGEST).read_bytes() == b"before"
+        wait_until(lambda: len(list_names(archive_directory)) == 2)
+    wait_until(lambda: list_names(archive_directory) == [DIGEST])
+    assert (archive_directory / DIGEST).read_bytes() == b"before"
 
 
-def test_unused_archives_and_partial_uploads_are_removed(memory_gateway: MemoryGateway, stored: Path) -> None:
-    (stored / ".partial-0123").touch()
+def test_unused_archives_and_partial_uploads_are_removed(
+    memory_gateway: MemoryGateway, archive_directory: Path
+) -> None:
+    (archive_directory / ".partial-0123").touch()
     for digest, age in ((DIGEST, 90_000), (OTHER_DIGEST, 80_000)):
-        (stored / digest).touch()
-        os.utime(stored / digest, (time.time() - age,) * 2)
+        (archive_directory / digest).touch()
+        os.utime(archive_directory / digest, (time.time() - age,) * 2)
     memory_gateway.engine.build_files.open()
     memory_gateway.engine.build_files._remove_unused()
-    assert list_names(stored) == [OTHER_DIGEST]
+    assert list_names(archive_directory) == [OTHER_DIGEST]
 
 
 def test_the_size_of_all_archives_is_limited(
-    memory_gateway: MemoryGateway, stored: Path, monkeypatch: pytest.MonkeyPatch
+    memory_gateway: MemoryGateway, archive_directory: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(memory_gateway.engine.build_files, "_max_bytes", 100)
     digests = [f"{number}" * 64 for number in range(6)]
     for digest in digests[:4]:
-        assert upload(memory_gateway, bytes(100), digest).status_code == 204
-    refused = upload(memory_gateway, bytes(100), digests[4])
-    assert (refused.status_code, refused.json()["kind"]) == (413, "over_quota")
+        assert upload_archive(memory_gateway, bytes(100), digest).status_code == 204
+    refusal = upload_archive(memory_gateway, bytes(100), digests[4])
+    assert (refusal.status_code, refusal.json()["kind"]) == (413, "over_quota")
     for digest, age in ((digests[2], 9000), (digests[1], 5000)):
-        os.utime(stored / digest, (time.time() - age,) * 2)
-    assert upload(memory_gateway, bytes(100), digests[4]).status_code == 204
-    assert list_names(stored) == [digests[0], digests[1], digests[3], digests[4]]
+        os.utime(archive_directory / digest, (time.time() - age,) * 2)
+    assert upload_archive(memory_gateway, bytes(100), digests[4]).status_code == 204
+    assert list_names(archive_directory) == [digests[0], digests[1], digests[3], digests[4]]

@@ -13,7 +13,7 @@ from tests.api.memory_gateway import ADMIN_KEY, MemoryGateway
 ERROR_FIELDS = {"code", "message", "error", "kind", "blockers"}
 
 
-def check_refused(response: httpx.Response, status: int, kind: str) -> str:
+def check_refusal(response: httpx.Response, status: int, kind: str) -> str:
     assert response.status_code == status, response.text
     body = response.json()
     assert set(body) - {"details"} == ERROR_FIELDS and body["code"] == status and body["kind"] == kind
@@ -43,12 +43,12 @@ def check_refused(response: httpx.Response, status: int, kind: str) -> str:
 )
 def test_invalid_bodies_are_refused(api: httpx.Client, content: bytes, expected_text: str) -> None:
     response = api.post("/sandboxes", content=content, headers={"Content-Type": "application/json"})
-    message = check_refused(response, 400, "invalid")
+    message = check_refusal(response, 400, "invalid")
     assert expected_text in message and len(message) < 400
 
 
 def test_a_form_is_refused(api: httpx.Client) -> None:
-    message = check_refused(api.post("/sandboxes", data={"templateID": "base"}), 400, "invalid")
+    message = check_refusal(api.post("/sandboxes", data={"templateID": "base"}), 400, "invalid")
     assert "application/json" in message
 
 
@@ -74,35 +74,35 @@ def test_a_form_is_refused(api: httpx.Client) -> None:
     ],
 )
 def test_validation_errors_name_the_field_and_shorten_the_value(api: httpx.Client, body: dict[str, Any]) -> None:
-    message = check_refused(api.post("/sandboxes", json={"templateID": "base", **body}), 400, "invalid")
+    message = check_refusal(api.post("/sandboxes", json={"templateID": "base", **body}), 400, "invalid")
     assert message.startswith(next(iter(body))) and len(message) < 400
     assert api.get("/sandboxes").json() == []
 
 
 def test_errors_beyond_the_limit_are_counted(api: httpx.Client) -> None:
     body = {"templateID": "base", "metadata": {f"k{number}": number for number in range(50)}}
-    assert "and 44 more" in check_refused(api.post("/sandboxes", json=body), 400, "invalid")
+    assert "and 44 more" in check_refusal(api.post("/sandboxes", json=body), 400, "invalid")
 
 
 def test_unknown_routes_and_methods_are_refused(api: httpx.Client) -> None:
-    assert "GET /nowhere not found" in check_refused(api.get("/nowhere"), 404, "not_found")
+    assert "GET /nowhere not found" in check_refusal(api.get("/nowhere"), 404, "not_found")
     response = api.put("/sandboxes")
-    assert "accepts" in check_refused(response, 405, "invalid") and response.headers["allow"]
-    assert len(check_refused(api.get("/" + "x" * 5000), 404, "not_found")) < 300
+    assert "accepts" in check_refusal(response, 405, "invalid") and response.headers["allow"]
+    assert len(check_refusal(api.get("/" + "x" * 5000), 404, "not_found")) < 300
 
 
 def test_long_references_are_refused(api: httpx.Client) -> None:
     for route in ("/sandboxes/", "/snapshots/", "/templates/"):
-        assert len(check_refused(api.get(route + "x" * 10_000), 400, "invalid")) < 300
-    check_refused(api.get("/sandboxes/" + "x" * 100), 404, "not_found")
+        assert len(check_refusal(api.get(route + "x" * 10_000), 400, "invalid")) < 300
+    check_refusal(api.get("/sandboxes/" + "x" * 100), 404, "not_found")
 
 
-@pytest.mark.parametrize("chunked", [False, True])
-def test_oversized_bodies_are_refused(api: httpx.Client, chunked: bool) -> None:
+@pytest.mark.parametrize("is_chunked", [False, True])
+def test_oversized_bodies_are_refused(api: httpx.Client, is_chunked: bool) -> None:
     data = b'{"templateID": "' + b"x" * (5 << 20) + b'"}'
-    content: Any = (data[start : start + 65536] for start in range(0, len(data), 65536)) if chunked else data
+    content: Any = (data[start : start + 65536] for start in range(0, len(data), 65536)) if is_chunked else data
     response = api.post("/sandboxes", content=content, headers={"Content-Type": "application/json"})
-    assert "4 MiB" in check_refused(response, 413, "invalid")
+    assert "4 MiB" in check_refusal(response, 413, "invalid")
 
 
 def test_an_internal_error_has_an_incident_id_and_no_traceback(
@@ -114,7 +114,7 @@ def test_an_internal_error_has_an_incident_id_and_no_traceback(
     original_walk = memory_gateway.engine.sandboxes.walk
     memory_gateway.engine.sandboxes.walk = fail_unexpectedly  # type: ignore[method-assign]
     try:
-        message = check_refused(api.get("/sandboxes"), 500, "internal")
+        message = check_refusal(api.get("/sandboxes"), 500, "internal")
     finally:
         memory_gateway.engine.sandboxes.walk = original_walk  # type: ignore[method-assign]
     assert "incident" in message and "secret" not in message and "Zero" not in message

@@ -15,7 +15,7 @@ from tests.api.test_sandboxes import create_sandbox
 
 
 def collect_events(
-    memory_gateway: MemoryGateway, operation: str, last_kind: str, ready: threading.Event
+    memory_gateway: MemoryGateway, operation: str, last_kind: str, ready_event: threading.Event
 ) -> list[tuple[str, dict[str, Any]]]:
     events: list[tuple[str, dict[str, Any]]] = []
     kind = ""
@@ -26,7 +26,7 @@ def collect_events(
         assert response.headers["content-type"].startswith("text/event-stream")
         for line in response.iter_lines():
             if line == ": connected":
-                ready.set()
+                ready_event.set()
             elif line.startswith("event: "):
                 kind = line.removeprefix("event: ")
             elif line.startswith("data: "):
@@ -40,12 +40,12 @@ def start_listener(
     memory_gateway: MemoryGateway, operation: str, last_kind: str
 ) -> tuple[threading.Thread, list[tuple[str, dict[str, Any]]]]:
     events: list[tuple[str, dict[str, Any]]] = []
-    ready = threading.Event()
+    ready_event = threading.Event()
     thread = threading.Thread(
-        target=lambda: events.extend(collect_events(memory_gateway, operation, last_kind, ready)), daemon=True
+        target=lambda: events.extend(collect_events(memory_gateway, operation, last_kind, ready_event)), daemon=True
     )
     thread.start()
-    assert ready.wait(30)
+    assert ready_event.wait(30)
     return thread, events
 
 

@@ -45,7 +45,7 @@ def start_command(target: str, tmp_path: Path) -> Iterator[StartCommand]:
     """A function that applies the assignments in ``settings``, starts the command, and waits until it is listening."""
     processes: list[subprocess.Popen[str]] = []
 
-    def start_with(*args: str, settings: tuple[str, ...] = ()) -> subprocess.Popen[str]:
+    def start_with_arguments(*args: str, settings: tuple[str, ...] = ()) -> subprocess.Popen[str]:
         command = forkd_command.install(tmp_path, *settings)
         process = subprocess.Popen(
             [str(command), *args], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
@@ -54,7 +54,7 @@ def start_command(target: str, tmp_path: Path) -> Iterator[StartCommand]:
         forkd_command.wait_until_listening(target)
         return process
 
-    yield start_with
+    yield start_with_arguments
     for process in processes:
         process.kill()
         process.communicate(timeout=_TIMEOUT_SECONDS)
@@ -77,7 +77,7 @@ def list_sandboxes(api: httpx.Client) -> list[str]:
     return [sandbox["id"] for sandbox in api.get("/v1/sandboxes").json()]
 
 
-def exchange(target: str, request: bytes, *, half_close: bool = True) -> list[dict[str, Any]]:
+def send_and_receive(target: str, request: bytes, *, half_close: bool = True) -> list[dict[str, Any]]:
     """Send ``request``, and return the responses until the peer closes the connection."""
     host, _, port = target.rpartition(":")
     received_bytes = b""
@@ -264,10 +264,10 @@ def test_misbehaving_clients_do_not_affect_others(api: httpx.Client, start_comma
         (b'{"action": "exec"}\n', "args"),
         (b'{"action": "eval"}\n', "code"),
     ):
-        (response,) = exchange(target, line)
+        (response,) = send_and_receive(target, line)
         assert expected_text in response["error"] and response["exit_code"] == 1, line[:80]
-    assert exchange(target, b"") == []
-    assert [pong["pong"] for pong in exchange(target, b'{"action": "ping"}\n' * 3)] == [True] * 3
+    assert send_and_receive(target, b"") == []
+    assert [pong["pong"] for pong in send_and_receive(target, b'{"action": "ping"}\n' * 3)] == [True] * 3
     host, _, port = target.rpartition(":")
     with pytest.raises(OSError), socket.create_connection((host, int(port)), timeout=_TIMEOUT_SECONDS) as connection:
         for _ in range(100):
@@ -275,7 +275,7 @@ def test_misbehaving_clients_do_not_affect_others(api: httpx.Client, start_comma
     idle_connections = [socket.create_connection((host, int(port)), timeout=_TIMEOUT_SECONDS) for _ in range(4)]
     try:
         idle_connections[0].sendall(b'{"action"')
-        assert "connections is reached" in exchange(target, b"")[0]["error"]
+        assert "connections is reached" in send_and_receive(target, b"")[0]["error"]
         for connection in idle_connections:
             with contextlib.suppress(ConnectionResetError):
                 assert connection.recv(1) == b"", "idle clients are disconnected"

@@ -56,7 +56,7 @@ def get_plan_id(client: httpx.Client) -> str:
     return client.base_url.path.strip("/").rpartition("/")[2]
 
 
-def list_everything(client: httpx.Client) -> dict[str, Any]:
+def list_all_objects(client: httpx.Client) -> dict[str, Any]:
     return {
         path: client.get(path).json() for path in ("/sandboxes", "/snapshots", "/volumes", "/templates", "/lineage")
     }
@@ -65,7 +65,7 @@ def list_everything(client: httpx.Client) -> dict[str, Any]:
 def test_later_requests_see_what_earlier_ones_planned(
     api: httpx.Client, sandbox: dict[str, Any], plan: httpx.Client, memory_gateway: MemoryGateway
 ) -> None:
-    everything_before, fork_count = list_everything(api), memory_gateway.host.fork_count
+    everything_before, fork_count = list_all_objects(api), memory_gateway.host.fork_count
     response = plan.post("/sandboxes/one/snapshots", json={"name": "mark"})
     assert response.status_code == 201, response.text
     snapshot = response.json()
@@ -82,13 +82,13 @@ def test_later_requests_see_what_earlier_ones_planned(
     assert all(PLANNED_ID.fullmatch(each["sandboxID"]) for each in forks), (
         "planned ids can be distinguished from real ones"
     )
-    assert list_everything(api) == everything_before
+    assert list_all_objects(api) == everything_before
     assert memory_gateway.host.fork_count == fork_count
     assert plan.post("/sandboxes/one/pause").is_success and plan.post("/sandboxes/a/pause").is_success
     assert plan.get("/sandboxes/a").json()["state"] == "paused"
     assert plan.post("/sandboxes/a/resume", json={}).is_success
     assert plan.get("/sandboxes/a").json()["state"] == "running"
-    assert list_everything(api) == everything_before
+    assert list_all_objects(api) == everything_before
 
 
 def test_templates_and_volumes_are_planned(
@@ -96,7 +96,7 @@ def test_templates_and_volumes_are_planned(
 ) -> None:
     api.post("/volumes", json={"name": "data", "sizeMB": 100})
     plan = start_plan(None)
-    everything_before = list_everything(api)
+    everything_before = list_all_objects(api)
     build = plan.post("/templates", json={"name": "web", "setup": ["true"], "readyProbe": "true"}).json()
     plan.get(f"/templates/{build['templateID']}/builds/{build['buildID']}/logs", params={"follow": True})
     assert plan.post("/sandboxes", json={"templateID": "web", "name": "two"}).status_code == 201
@@ -107,7 +107,7 @@ def test_templates_and_volumes_are_planned(
     refusal = plan.delete("/volumes/copy")
     assert (refusal.status_code, refusal.json()["kind"]) == (409, "in_use")
     assert plan.get("/volumes/data").json()["sizeMB"] == 200
-    assert list_everything(api) == everything_before
+    assert list_all_objects(api) == everything_before
     assert api.delete("/volumes/data").status_code == 204
 
 
@@ -190,12 +190,12 @@ def test_no_route_acts_on_the_host_if_the_session_is_unknown(
         if method != "get" and not path.startswith("/plans")
     ]
     assert len(routes) > 30
-    everything_before = list_everything(api)
+    everything_before = list_all_objects(api)
     with memory_gateway.client(READ_KEY) as reader:
         for method, path in routes:
             response = reader.request(method, f"/plans/{'0' * 32}{path}", json={})
             assert response.status_code in (400, 404), (method, path, response.text)
-    assert list_everything(api) == everything_before
+    assert list_all_objects(api) == everything_before
 
 
 @pytest.mark.parametrize("route", ["/sandboxes/one/exec", "/v1/sandboxes/one/exec", "/v1/sandboxes/one/eval"])
@@ -249,7 +249,7 @@ def test_idle_sessions_end(memory_gateway: MemoryGateway, monkeypatch: pytest.Mo
 def test_a_thousand_concurrent_sessions_are_limited_and_do_not_affect_others(
     memory_gateway: MemoryGateway, sandbox: dict[str, Any], run: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    opened: list[weakref.ref[sessions.PlanSession]] = []
+    session_references: list[weakref.ref[sessions.PlanSession]] = []
     peak_session_count = 0
     original_open = sessions.PlanSessions.open
 
@@ -257,30 +257,30 @@ def test_a_thousand_concurrent_sessions_are_limited_and_do_not_affect_others(
         nonlocal peak_session_count
         session = original_open(self, owner, run)
         peak_session_count = max(peak_session_count, len(self._sessions))
-        opened.append(weakref.ref(session))
+        session_references.append(weakref.ref(session))
         return session
 
-    def open_many(key: str | None, number: int) -> list[httpx.Response]:
+    def open_many_sessions(key: str | None, number: int) -> list[httpx.Response]:
         with memory_gateway.client(key) as client:
             return [client.post("/plans", json={"run": f"{run} {number} {each}"}) for each in range(50)]
 
     monkeypatch.setattr(sessions.PlanSessions, "open", open_session)
     keys = (EXEC_KEY, READ_KEY, None)
-    with memory_gateway.client(ADMIN_KEY) as other, ThreadPoolExecutor(20) as pool:
-        plan_path = f"/plans/{other.post('/plans', json={'run': run}).json()['planID']}"
-        assert other.post(f"{plan_path}/sandboxes/one/snapshots", json={"name": "mark"}).status_code == 201
+    with memory_gateway.client(ADMIN_KEY) as other_client, ThreadPoolExecutor(20) as pool:
+        plan_path = f"/plans/{other_client.post('/plans', json={'run': run}).json()['planID']}"
+        assert other_client.post(f"{plan_path}/sandboxes/one/snapshots", json={"name": "mark"}).status_code == 201
         for min_idle_seconds in (sessions.MIN_IDLE_SECONDS, 0.0):  # with 0, each new session ends another one
             monkeypatch.setattr(sessions, "MIN_IDLE_SECONDS", min_idle_seconds)
             futures = [
-                pool.submit(open_many, keys[number % len(keys)], number + 20 * (not min_idle_seconds))
+                pool.submit(open_many_sessions, keys[number % len(keys)], number + 20 * (not min_idle_seconds))
                 for number in range(20)
             ]
             count = 0
             while not all(future.done() for future in futures) or not count:
                 count += 1
                 name = f"new-{count}-{min_idle_seconds:.0f}"
-                assert other.post("/sandboxes", json={"templateID": "base", "name": name}).status_code == 201
-                assert other.delete(f"/sandboxes/{name}").status_code == 204
+                assert other_client.post("/sandboxes", json={"templateID": "base", "name": name}).status_code == 201
+                assert other_client.delete(f"/sandboxes/{name}").status_code == 204
             responses = [response for future in futures for response in future.result()]
             assert len(responses) == 1000 and peak_session_count == sessions.MAX_SESSIONS
             refusals = [response for response in responses if response.status_code != 200]
@@ -289,8 +289,8 @@ def test_a_thousand_concurrent_sessions_are_limited_and_do_not_affect_others(
                 assert (refusal.status_code, refusal.json()["kind"]) == (429, "busy"), refusal.text
                 assert re.match(r"the limit of \d+ plan sessions for (the key|this gateway)", refusal.json()["message"])
                 assert refusal.headers["Retry-After"]
-            assert other.get(f"{plan_path}/snapshots/mark").status_code == 200
-    assert len(opened) > 1000
+            assert other_client.get(f"{plan_path}/snapshots/mark").status_code == 200
+    assert len(session_references) > 1000
     for key in keys:
         with memory_gateway.client(key) as client:
             for each in client.get("/plans").json()[::2]:
@@ -302,7 +302,7 @@ def test_a_thousand_concurrent_sessions_are_limited_and_do_not_affect_others(
     def is_freed() -> bool:
         gc.collect()
         # The event loop keeps cancelled timers, with the contexts of their requests, until they are due.
-        return sum(reference() is not None for reference in opened) < 5
+        return sum(reference() is not None for reference in session_references) < 5
 
     wait_until(is_freed, seconds=60)
 

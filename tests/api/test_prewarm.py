@@ -95,7 +95,12 @@ def test_a_build_with_an_excessive_count_is_refused_up_front(api: httpx.Client) 
 def test_metrics_count_how_machines_were_started(api: httpx.Client, snapshot_name: str) -> None:
     def count_starts() -> dict[str, float]:
         lines = [line for line in api.get("/metrics").text.splitlines() if line.startswith("sandbox_gateway_starts_")]
-        return {how: float(line.split()[1]) for line in lines for how in ("prewarmed", "memory", "boot") if how in line}
+        return {
+            start_kind: float(line.split()[1])
+            for line in lines
+            for start_kind in ("prewarmed", "memory", "boot")
+            if start_kind in line
+        }
 
     start_counts_before = count_starts()
     api.post(f"/snapshots/{snapshot_name}/fork", json={})
@@ -105,7 +110,7 @@ def test_metrics_count_how_machines_were_started(api: httpx.Client, snapshot_nam
     api.post(f"/snapshots/{snapshot_name}/fork", json={})
     api.post(f"/snapshots/{snapshot_name}/prewarm", json={"count": 0})
     wait_until_ready(api, snapshot_name, 0)
-    assert {how: count - start_counts_before[how] for how, count in count_starts().items()} == {
+    assert {start_kind: count - start_counts_before[start_kind] for start_kind, count in count_starts().items()} == {
         "prewarmed": 1,
         "memory": 1,
         "boot": 1,

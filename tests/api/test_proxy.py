@@ -378,10 +378,10 @@ def test_a_body_is_requested_only_from_authorized_callers(
 
 def test_chunks_are_forwarded_as_they_arrive(memory_gateway: MemoryGateway, sandbox: dict[str, Any]) -> None:
     response_head = b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n"
-    first_chunk_received = threading.Event()
+    first_chunk_event = threading.Event()
 
     async def send_second_chunk(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        await asyncio.to_thread(first_chunk_received.wait, 10)
+        await asyncio.to_thread(first_chunk_event.wait, 10)
         writer.write(b"3\r\ntwo\r\n0\r\nX-Trailer: 1\r\n\r\n")
 
     request = make_request_head(
@@ -405,7 +405,7 @@ def test_chunks_are_forwarded_as_they_arrive(memory_gateway: MemoryGateway, sand
             and "trailer" not in service.parse_request_headers()
             and b"two" not in received_bytes
         )
-        first_chunk_received.set()
+        first_chunk_event.set()
         connection.settimeout(10)
         while not received_bytes.endswith(b"0\r\n\r\n"):
             received_bytes += connection.recv(4096)
@@ -492,12 +492,12 @@ def test_a_response_before_the_end_of_the_request_body_is_forwarded(
 def test_a_half_closed_client_counts_as_disconnected(
     memory_gateway: MemoryGateway, sandbox: dict[str, Any], is_half_closed: bool
 ) -> None:
-    disconnected = threading.Event()
+    disconnect_event = threading.Event()
 
     async def listen(address: str, port: int) -> asyncio.Server:
         async def wait_for_disconnect(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
             await reader.read(-1)
-            disconnected.set()
+            disconnect_event.set()
             writer.close()
 
         return await asyncio.start_server(wait_for_disconnect, address, port)
@@ -507,11 +507,11 @@ def test_a_half_closed_client_counts_as_disconnected(
             memory_gateway, make_request_head("GET /", f"Host: {make_port_host(sandbox, PORT)}", KEY_HEADER)
         ) as connection:
             time.sleep(0.1)
-            assert not disconnected.is_set()
+            assert not disconnect_event.is_set()
             if is_half_closed:
                 connection.shutdown(socket.SHUT_WR)
                 assert connection.recv(4096) == b""
-        assert disconnected.wait(5)
+        assert disconnect_event.wait(5)
 
 
 # --- connections -----------------------------------------------------------------------------------------------------
@@ -649,14 +649,14 @@ def test_cancellation_at_any_await_leaks_no_connection() -> None:
 async def _cancel_at_each_await() -> None:
     accepted_writers: asyncio.Queue[asyncio.StreamWriter] = asyncio.Queue()
 
-    async def accept(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    async def accept_connection(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         accepted_writers.put_nowait(writer)
         while await reader.read(4096):
             pass
         writer.close()
 
     open_count_by_turns: dict[int, int] = {}
-    server = await asyncio.start_server(accept, "127.0.0.1", 0)
+    server = await asyncio.start_server(accept_connection, "127.0.0.1", 0)
     async with server:
         port = server.sockets[0].getsockname()[1]
         for turns in range(30):

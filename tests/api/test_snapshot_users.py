@@ -25,7 +25,7 @@ def gateway_with_dependent_snapshots(tmp_path: Path) -> Iterator[MemoryGateway]:
         gateway.end()
 
 
-def _post(api: httpx.Client, route: str, body: dict[str, Any]) -> Any:
+def _post_json(api: httpx.Client, route: str, body: dict[str, Any]) -> Any:
     response = api.post(route, json=body)
     assert response.status_code < 300, response.text
     return response.json()
@@ -33,14 +33,16 @@ def _post(api: httpx.Client, route: str, body: dict[str, Any]) -> Any:
 
 def test_check_mode_predicts_refusals_from_the_listed_users(gateway_with_dependent_snapshots: MemoryGateway) -> None:
     with gateway_with_dependent_snapshots.client() as api:
-        _post(api, "/sandboxes", {"templateID": "base", "name": "a"})
-        _post(api, "/sandboxes/a/snapshots", {"name": "rolled-back-to"})
-        _post(api, "/sandboxes/a/rollback", {"snapshotID": "rolled-back-to"})
-        _post(api, "/volumes", {"name": "v"})
-        _post(api, "/sandboxes", {"templateID": "base", "name": "b", "volumeMounts": [{"name": "v", "path": "/d"}]})
-        snapshot = _post(api, "/sandboxes/b/snapshots", {"name": "with-volume", "volumes": ["v"]})
-        _post(api, "/volumes", {"name": "w", "fromSnapshot": snapshot["volumes"][0]["snapshotID"]})
-        _post(api, "/sandboxes/b/snapshots", {"name": "unused"})
+        _post_json(api, "/sandboxes", {"templateID": "base", "name": "a"})
+        _post_json(api, "/sandboxes/a/snapshots", {"name": "rolled-back-to"})
+        _post_json(api, "/sandboxes/a/rollback", {"snapshotID": "rolled-back-to"})
+        _post_json(api, "/volumes", {"name": "v"})
+        _post_json(
+            api, "/sandboxes", {"templateID": "base", "name": "b", "volumeMounts": [{"name": "v", "path": "/d"}]}
+        )
+        snapshot = _post_json(api, "/sandboxes/b/snapshots", {"name": "with-volume", "volumes": ["v"]})
+        _post_json(api, "/volumes", {"name": "w", "fromSnapshot": snapshot["volumes"][0]["snapshotID"]})
+        _post_json(api, "/sandboxes/b/snapshots", {"name": "unused"})
         expected_users = {"rolled-back-to": [("sandbox", "a")], "with-volume": [("volume", "w")], "unused": []}
         client = Client(gateway_with_dependent_snapshots.unix_url)
         for name, users in expected_users.items():

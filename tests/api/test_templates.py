@@ -107,12 +107,12 @@ def test_a_template_with_an_older_guest_is_outdated_until_it_is_rebuilt(
     memory_gateway: MemoryGateway, api: httpx.Client, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     body = {"name": "mine", "packages": ["curl"]}
-    template = build(api, body)
+    template = build_template(api, body)
     assert template["outdated"] is False
     monkeypatch.setattr(memory_gateway.host, "guest_digest", lambda: "a newer guest")
     assert api.get("/templates/mine").json()["outdated"] is True
     assert [each["outdated"] for each in api.get("/templates?name=mine").json()] == [True]
-    rebuilt_template = build(api, body)
+    rebuilt_template = build_template(api, body)
     assert rebuilt_template["outdated"] is False and rebuilt_template["templateID"] != template["templateID"]
     assert api.post("/templates", json=body).status_code == 200
 
@@ -132,7 +132,7 @@ def test_new_files_at_the_path_do_not_make_a_template_outdated(
     tarball = tmp_path / "rootfs.tar"
     tarball.write_bytes(b"one")
     body = {"name": "mine", "from": "rootfs", "path": str(tarball)}
-    build(api, body)
+    build_template(api, body)
     assert api.get("/templates/mine").json()["outdated"] is False
     tarball.write_bytes(b"two")
     assert api.get("/templates/mine").json()["outdated"] is False
@@ -146,7 +146,7 @@ def test_outdated_may_be_null_for_templates_of_older_gateways(
     """The records of older gateways do not contain the digest of the template's source files."""
     tarball = tmp_path / "rootfs.tar"
     tarball.write_bytes(b"one")
-    build(api, {"name": "mine", "from": "rootfs", "path": str(tarball)})
+    build_template(api, {"name": "mine", "from": "rootfs", "path": str(tarball)})
     for name in ("base", "mine"):
         memory_gateway.engine.templates.get(name).source_digest = ""
     assert [api.get(f"/templates/{name}").json()["outdated"] for name in ("base", "mine")] == [False, None]
@@ -154,7 +154,7 @@ def test_outdated_may_be_null_for_templates_of_older_gateways(
     assert [api.get(f"/templates/{name}").json()["outdated"] for name in ("base", "mine")] == [True, None]
 
 
-def build(api: httpx.Client, body: dict[str, Any]) -> dict[str, Any]:
+def build_template(api: httpx.Client, body: dict[str, Any]) -> dict[str, Any]:
     """Build a template, and return the API's representation of it."""
     response = api.post("/templates", json=body)
     assert response.status_code == 202

@@ -37,13 +37,13 @@ def snapshot(memory_gateway: MemoryGateway, api: httpx.Client) -> Iterator[dict[
     assert memory_gateway.engine.transfers._active_count == 0
 
 
-def export(api: httpx.Client, ref: str = "taken", **params: str) -> bytes:
+def export_snapshot(api: httpx.Client, ref: str = "taken", **params: str) -> bytes:
     response = api.get(f"/snapshots/{ref}/export", params=params)
     assert response.status_code == 200, response.text
     return response.content
 
 
-def import_(api: httpx.Client, file: bytes, **params: Any) -> httpx.Response:
+def import_snapshot(api: httpx.Client, file: bytes, **params: Any) -> httpx.Response:
     return api.post("/snapshots/import", content=file, params=params)
 
 
@@ -68,17 +68,21 @@ def read_color(api: httpx.Client, sandbox: str) -> str:
 def test_an_imported_snapshot_is_forked_after_the_original_is_gone(
     memory_gateway: MemoryGateway, api: httpx.Client, snapshot: dict[str, Any]
 ) -> None:
-    file = export(api)
+    file = export_snapshot(api)
     api.delete("/sandboxes/source").raise_for_status()
     api.delete("/snapshots/taken").raise_for_status()
-    response = import_(api, file)
+    response = import_snapshot(api, file)
     assert response.status_code == 201, response.text
-    imported = response.json()
-    assert imported["snapshotID"] != snapshot["snapshotID"]
-    assert (imported["names"], imported["description"], imported["memory"]) == (["taken"], "Blue", "full")
+    imported_snapshot = response.json()
+    assert imported_snapshot["snapshotID"] != snapshot["snapshotID"]
+    assert (imported_snapshot["names"], imported_snapshot["description"], imported_snapshot["memory"]) == (
+        ["taken"],
+        "Blue",
+        "full",
+    )
     fingerprint = api.get("/signer").json()["fingerprint"]
     origin = {"snapshotID": snapshot["snapshotID"], "signer": fingerprint, "omittedMemory": ""}
-    assert imported["imported"] == api.get("/snapshots/taken").json()["imported"] == origin
+    assert imported_snapshot["imported"] == api.get("/snapshots/taken").json()["imported"] == origin
     api.post("/snapshots/taken/fork", json={"name": "copy"}).raise_for_status()
     assert read_color(api, "copy") == "blue"
     assert (memory_gateway.root / "signing-key").stat().st_mode & 0o777 == 0o600
@@ -88,20 +92,20 @@ def test_the_extents_may_change_while_they_are_read(
     api: httpx.Client, snapshot: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The page cache makes the kernel report data in extents that were holes before they were read."""
-    list_extents, calls = MemorySource.extents, []
+    original_extents, calls = MemorySource.extents, []
 
     def list_growing_extents(source: MemorySource, part: SnapshotPart) -> Iterator[tuple[int, int]]:
         calls.append(part)
         if calls.count(part) > 1:
             source.contents[part] += b"new"
-        return list_extents(source, part)
+        return original_extents(source, part)
 
     monkeypatch.setattr(MemorySource, "extents", list_growing_extents)
-    assert import_(api, export(api), name="copy").status_code == 201
+    assert import_snapshot(api, export_snapshot(api), name="copy").status_code == 201
 
 
 def test_a_template_is_imported_as_a_template(api: httpx.Client) -> None:
-    response = import_(api, export(api, "base"), name="base-copy")
+    response = import_snapshot(api, export_snapshot(api, "base"), name="base-copy")
     assert response.json()["kind"] == "template"
     assert api.get("/templates/base-copy").json()["recipe"] == {}
     sandbox = api.post("/sandboxes", json={"templateID": "base-copy", "name": "copy"}).json()
@@ -111,41 +115,41 @@ def test_a_template_is_imported_as_a_template(api: httpx.Client) -> None:
 def test_only_the_disk_is_exported_or_imported(
     memory_gateway: MemoryGateway, api: httpx.Client, snapshot: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    file = export(api)
-    assert import_(api, export(api, memory="none"), name="exported-disk").json()["memory"] == "none"
+    file = export_snapshot(api)
+    assert import_snapshot(api, export_snapshot(api, memory="none"), name="exported-disk").json()["memory"] == "none"
     monkeypatch.setattr(memory_gateway.host, "import_problem", "it was captured with QEMU 1, but this host has 2")
-    imported = import_(api, file, name="imported-disk").json()
-    assert imported["memory"] == "none"
-    assert imported["imported"]["omittedMemory"] == "it was captured with QEMU 1, but this host has 2"
+    imported_snapshot = import_snapshot(api, file, name="imported-disk").json()
+    assert imported_snapshot["memory"] == "none"
+    assert imported_snapshot["imported"]["omittedMemory"] == "it was captured with QEMU 1, but this host has 2"
 
 
 def test_only_an_admin_exports_and_imports(
     memory_gateway: MemoryGateway, api: httpx.Client, snapshot: dict[str, Any]
 ) -> None:
-    file = export(api)
+    file = export_snapshot(api)
     for key in (READ_KEY, EXEC_KEY):
         with memory_gateway.client(key) as client:
             for path in ("/snapshots/taken/export", "/snapshots/taken/%65xport", "/snapshots/%74aken/export"):
                 assert client.get(path).status_code == 403
             assert client.get("/snapshots/taken/export/", follow_redirects=True).status_code == 403
-            assert import_(client, file, name="stolen").status_code == 403
+            assert import_snapshot(client, file, name="stolen").status_code == 403
     with memory_gateway.client(ADMIN_KEY) as client:
-        assert import_(client, file, name="copy").status_code == 201
+        assert import_snapshot(client, file, name="copy").status_code == 201
 
 
 def test_a_plan_session_exports_nothing_and_predicts_an_import(
     memory_gateway: MemoryGateway, api: httpx.Client, snapshot: dict[str, Any]
 ) -> None:
-    file = export(api)
+    file = export_snapshot(api)
     with memory_gateway.client(READ_KEY) as client:
         plan = client.post("/plans", json={"run": "a test of transfers"}).json()["planID"]
         client.base_url = httpx.URL(f"{memory_gateway.url}/plans/{plan}")
-        refused = client.get("/snapshots/taken/export")
-        assert (refused.status_code, refused.json()["kind"]) == (400, "unsupported")
-        assert import_(client, file[:4096], name="planned").status_code == 201
+        refusal = client.get("/snapshots/taken/export")
+        assert (refusal.status_code, refusal.json()["kind"]) == (400, "unsupported")
+        assert import_snapshot(client, file[:4096], name="planned").status_code == 201
         assert client.get("/snapshots/planned").json()["imported"]["snapshotID"] == snapshot["snapshotID"]
-        assert import_(client, file[:4096]).json()["kind"] == "name_taken"
-        assert import_(client, file[:20], name="cut").json()["kind"] == "invalid"
+        assert import_snapshot(client, file[:4096]).json()["kind"] == "name_taken"
+        assert import_snapshot(client, file[:20], name="cut").json()["kind"] == "invalid"
         client.delete(f"{memory_gateway.url}/plans/{plan}")
     assert api.get("/snapshots/planned").status_code == 404
 
@@ -153,13 +157,13 @@ def test_a_plan_session_exports_nothing_and_predicts_an_import(
 def test_an_unknown_signer_must_be_trusted_explicitly(api: httpx.Client, snapshot: dict[str, Any]) -> None:
     file, fingerprint = make_foreign_file()
     for trust in ((), ("0" * 64,)):
-        refused = import_(api, file, trust=trust)
-        assert (refused.status_code, refused.json()["kind"]) == (403, "untrusted")
+        refusal = import_snapshot(api, file, trust=trust)
+        assert (refusal.status_code, refusal.json()["kind"]) == (403, "untrusted")
         assert (
-            f"signed with the key {fingerprint}" in refused.json()["message"] and "--trust" in refused.json()["message"]
+            f"signed with the key {fingerprint}" in refusal.json()["message"] and "--trust" in refusal.json()["message"]
         )
-    assert import_(api, file, trust=["yes"]).json()["kind"] == "invalid"
-    assert import_(api, file, name="foreign", trust=["0" * 64, fingerprint]).status_code == 201
+    assert import_snapshot(api, file, trust=["yes"]).json()["kind"] == "invalid"
+    assert import_snapshot(api, file, name="foreign", trust=["0" * 64, fingerprint]).status_code == 201
     api.post("/snapshots/foreign/fork", json={"name": "green"}).raise_for_status()
     assert read_color(api, "green") == "green"
 
@@ -167,37 +171,37 @@ def test_an_unknown_signer_must_be_trusted_explicitly(api: httpx.Client, snapsho
 def test_a_damaged_file_leaves_nothing_behind(
     memory_gateway: MemoryGateway, api: httpx.Client, snapshot: dict[str, Any]
 ) -> None:
-    file = export(api)
+    file = export_snapshot(api)
     state = memory_gateway.engine.index.snapshots.keys() | set()
-    changed = bytearray(file)
-    changed[-1] ^= 1
-    for damaged in (b"", b"noise", file[:100], file[:-1], bytes(changed), file + b"\0"):
-        refused = import_(api, damaged, name="damaged")
-        assert (refused.status_code, refused.json()["kind"]) == (400, "invalid"), refused.text
+    changed_file = bytearray(file)
+    changed_file[-1] ^= 1
+    for damaged_file in (b"", b"noise", file[:100], file[:-1], bytes(changed_file), file + b"\0"):
+        refusal = import_snapshot(api, damaged_file, name="damaged")
+        assert (refusal.status_code, refusal.json()["kind"]) == (400, "invalid"), refusal.text
     assert memory_gateway.engine.index.snapshots.keys() == state and memory_gateway.host.partial_imports == set()
-    assert import_(api, file, name="damaged").status_code == 201
+    assert import_snapshot(api, file, name="damaged").status_code == 201
 
 
 def test_a_name_that_is_taken_or_invalid_is_refused(api: httpx.Client, snapshot: dict[str, Any]) -> None:
-    file = export(api)
-    assert import_(api, file).json()["kind"] == "name_taken"
-    assert import_(api, file, name="../x").json()["kind"] == "invalid"
+    file = export_snapshot(api)
+    assert import_snapshot(api, file).json()["kind"] == "name_taken"
+    assert import_snapshot(api, file, name="../x").json()["kind"] == "invalid"
 
 
 def test_an_import_without_room_is_refused(
     memory_gateway: MemoryGateway, api: httpx.Client, snapshot: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    file = export(api)
-    full = Room(disk_free=512 << 20, disk_total=100 << 30, memory_free=8 << 30, memory_total=16 << 30)
-    monkeypatch.setattr(memory_gateway.host, "available_room", full)
-    refused = import_(api, file, name="large")
-    assert (refused.status_code, refused.json()["kind"]) == (507, "no_space")
+    file = export_snapshot(api)
+    full_room = Room(disk_free=512 << 20, disk_total=100 << 30, memory_free=8 << 30, memory_total=16 << 30)
+    monkeypatch.setattr(memory_gateway.host, "available_room", full_room)
+    refusal = import_snapshot(api, file, name="large")
+    assert (refusal.status_code, refusal.json()["kind"]) == (507, "no_space")
 
 
 def test_the_number_of_transfers_is_limited_and_a_lost_client_ends_its_import(
     memory_gateway: MemoryGateway, api: httpx.Client, snapshot: dict[str, Any]
 ) -> None:
-    file = export(api)
+    file = export_snapshot(api)
     clients = []
     for number in range(2):
         client = socket.socket(socket.AF_UNIX)
@@ -206,12 +210,12 @@ def test_the_number_of_transfers_is_limited_and_a_lost_client_ends_its_import(
         client.sendall(head.encode() + file[:50])
         clients.append(client)
     wait_until(lambda: memory_gateway.engine.transfers._active_count == 2)
-    for refused in (import_(api, file, name="third"), api.get("/snapshots/taken/export")):
-        assert (refused.status_code, refused.json()["kind"]) == (429, "busy")
+    for refusal in (import_snapshot(api, file, name="third"), api.get("/snapshots/taken/export")):
+        assert (refusal.status_code, refusal.json()["kind"]) == (429, "busy")
     for client in clients:
         client.close()
     wait_until(lambda: memory_gateway.engine.transfers._active_count == 0)
-    assert import_(api, file, name="third").status_code == 201
+    assert import_snapshot(api, file, name="third").status_code == 201
 
 
 def test_a_client_that_stops_reading_an_export_releases_the_snapshot(
@@ -230,7 +234,11 @@ def test_a_host_that_cannot_transfer_snapshots_says_so(tmp_path: Path) -> None:
     try:
         gateway.build_template()
         with gateway.client() as client:
-            for response in (client.get("/snapshots/base/export"), import_(client, FILE), client.get("/signer")):
+            for response in (
+                client.get("/snapshots/base/export"),
+                import_snapshot(client, FILE),
+                client.get("/signer"),
+            ):
                 assert (response.status_code, response.json()["kind"]) == (400, "unsupported")
                 assert "can neither export nor import" in response.json()["message"]
         assert not (tmp_path / "signing-key").exists()
@@ -257,9 +265,9 @@ def test_a_host_that_cannot_export_takes_no_snapshot_for_an_export(tmp_path: Pat
         with gateway.client() as client:
             client.post("/sandboxes", json={"templateID": "base", "name": "source"}).raise_for_status()
             options = {"name": ["new"], "sandbox": ["source"], "export_to": str(tmp_path / "file")}
-            refused = run_snapshot(gateway, check=check, **options)
-            assert refused["failure"]["kind"] == "unsupported" and not refused["changed"]
-            assert "can neither export nor import" in refused["msg"]
+            refusal = run_snapshot(gateway, check=check, **options)
+            assert refusal["failure"]["kind"] == "unsupported" and not refusal["changed"]
+            assert "can neither export nor import" in refusal["msg"]
             assert client.get("/snapshots/new").status_code == 404
     finally:
         gateway.end()
@@ -269,10 +277,10 @@ def test_no_snapshot_is_taken_for_an_export_to_a_missing_directory(
     memory_gateway: MemoryGateway, api: httpx.Client, snapshot: dict[str, Any], tmp_path: Path
 ) -> None:
     options = {"name": ["new"], "sandbox": ["source"], "export_to": str(tmp_path / "exports" / "file")}
-    predicted = run_snapshot(memory_gateway, check=True, **options)
-    assert predicted["changed"], "an earlier task of the run may create the directory"
-    refused = run_snapshot(memory_gateway, **options)
-    assert not refused["changed"] and f"create the directory {tmp_path}/exports first" in refused["msg"]
+    predicted_result = run_snapshot(memory_gateway, check=True, **options)
+    assert predicted_result["changed"], "an earlier task of the run may create the directory"
+    refusal = run_snapshot(memory_gateway, **options)
+    assert not refusal["changed"] and f"create the directory {tmp_path}/exports first" in refusal["msg"]
     assert api.get("/snapshots/new").status_code == 404
     (tmp_path / "exports").mkdir()
     assert run_snapshot(memory_gateway, **options)["changed"]
@@ -283,9 +291,9 @@ def test_check_mode_does_not_predict_that_a_file_will_be_missing(
 ) -> None:
     file = str(tmp_path / "file")
     assert run_snapshot(memory_gateway, check=True, name=["taken"], export_to=file)["changed"]
-    refused = run_snapshot(memory_gateway, check=True, name=["copy"], import_from=file)
-    assert refused["failed"] and "does not exist" in refused["msg"]
-    assert refused[PLAN_KEY]["unknown"] == [f"only if no earlier task of the run writes {file}"]
+    refusal = run_snapshot(memory_gateway, check=True, name=["copy"], import_from=file)
+    assert refusal["failed"] and "does not exist" in refusal["msg"]
+    assert refusal[PLAN_KEY]["unknown"] == [f"only if no earlier task of the run writes {file}"]
     assert run_snapshot(memory_gateway, name=["taken"], export_to=file)["changed"]
     assert run_snapshot(memory_gateway, name=["copy"], import_from=file)["changed"]
 
@@ -293,27 +301,27 @@ def test_check_mode_does_not_predict_that_a_file_will_be_missing(
 def test_a_check_run_predicts_transfers_and_makes_none(
     memory_gateway: MemoryGateway, api: httpx.Client, snapshot: dict[str, Any], tmp_path: Path
 ) -> None:
-    (tmp_path / "file").write_bytes(export(api))
-    sources = len(memory_gateway.host.sources)
+    (tmp_path / "file").write_bytes(export_snapshot(api))
+    source_count = len(memory_gateway.host.sources)
 
-    def check(kind: Any, **options: Any) -> dict[str, Any]:
+    def run_check(kind: Any, **options: Any) -> dict[str, Any]:
         defaults = {name: option.get("default") for name, option in kind.ARGUMENTS.items()}
         params = {"gateway_url": memory_gateway.unix_url, "check_run": "a check run with transfers"}
         return run(kind, {**defaults, **params, **options}, check=True)
 
-    imported = check(_snapshot, name=["copy"], import_from=str(tmp_path / "file"))
-    assert imported["changed"] and imported["snapshot"]["imported_from"] == snapshot["snapshotID"]
-    assert imported["snapshot"]["id"].startswith("known-after-apply-")
-    fork = check(_fork, snapshot="copy", names=["fork"])
+    import_result = run_check(_snapshot, name=["copy"], import_from=str(tmp_path / "file"))
+    assert import_result["changed"] and import_result["snapshot"]["imported_from"] == snapshot["snapshotID"]
+    assert import_result["snapshot"]["id"].startswith("known-after-apply-")
+    fork = run_check(_fork, snapshot="copy", names=["fork"])
     assert fork["changed"], fork
-    assert not check(_snapshot, name=["copy"], import_from=str(tmp_path / "file"))["changed"]
-    exported = check(_snapshot, name=["taken"], export_to=str(tmp_path / "new"))
-    assert exported["changed"] and exported["outcomes"][0]["actions"] == ["export"]
+    assert not run_check(_snapshot, name=["copy"], import_from=str(tmp_path / "file"))["changed"]
+    export_result = run_check(_snapshot, name=["taken"], export_to=str(tmp_path / "new"))
+    assert export_result["changed"] and export_result["outcomes"][0]["actions"] == ["export"]
     (tmp_path / "foreign").write_bytes(make_foreign_file()[0])
-    refused = check(_snapshot, name=["foreign"], import_from=str(tmp_path / "foreign"))
-    assert refused["failure"]["kind"] == "untrusted", "the signer is known in check mode"
+    refusal = run_check(_snapshot, name=["foreign"], import_from=str(tmp_path / "foreign"))
+    assert refusal["failure"]["kind"] == "untrusted", "the signer is known in check mode"
     assert not (tmp_path / "new").exists()
-    assert len(memory_gateway.host.sources) == sources and api.get("/snapshots/copy").status_code == 404
+    assert len(memory_gateway.host.sources) == source_count and api.get("/snapshots/copy").status_code == 404
 
 
 def test_a_module_waits_until_another_transfer_ends(
@@ -328,8 +336,8 @@ def test_a_module_waits_until_another_transfer_ends(
     wait_until(lambda: transfers._active_count == 0)
     transfers._active_count = 2
     threading.Timer(1, setattr, (transfers, "_active_count", 0)).start()
-    imported = client.upload("/snapshots/import", lambda: iter(pieces), name="copy")
-    assert imported["imported"]["snapshotID"] == snapshot["snapshotID"]
+    imported_snapshot = client.upload("/snapshots/import", lambda: iter(pieces), name="copy")
+    assert imported_snapshot["imported"]["snapshotID"] == snapshot["snapshotID"]
 
 
 def test_a_snapshot_with_volumes_is_not_exported(memory_gateway: MemoryGateway, api: httpx.Client) -> None:
@@ -337,5 +345,5 @@ def test_a_snapshot_with_volumes_is_not_exported(memory_gateway: MemoryGateway, 
     mounts = [{"name": "data", "path": "/data"}]
     api.post("/sandboxes", json={"templateID": "base", "name": "one", "volumeMounts": mounts}).raise_for_status()
     api.post("/sandboxes/one/snapshots", json={"name": "both", "volumes": ["data"]}).raise_for_status()
-    refused = api.get("/snapshots/both/export")
-    assert (refused.status_code, refused.json()["kind"]) == (400, "unsupported")
+    refusal = api.get("/snapshots/both/export")
+    assert (refusal.status_code, refusal.json()["kind"]) == (400, "unsupported")

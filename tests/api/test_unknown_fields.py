@@ -19,7 +19,7 @@ from sandbox_gateway.api.native import requests
 from sandbox_gateway.api.unknown_fields import MAX_LIST_ENTRIES, find_model, find_unknown_fields
 from sandbox_gateway.cli.client import Client as CommandClient
 from tests.api.memory_gateway import MemoryGateway
-from tests.api.test_errors import check_refused
+from tests.api.test_errors import check_refusal
 
 
 def find_unknown_paths(model: type[Body], data: Any) -> list[str]:
@@ -27,7 +27,7 @@ def find_unknown_paths(model: type[Body], data: Any) -> list[str]:
 
 
 @pytest.mark.parametrize(
-    ("method", "route", "body", "path", "similar"),
+    ("method", "route", "body", "path", "similar_field"),
     [
         ("POST", "/sandboxes", {"templateID": "base", "tmeout": 5}, "tmeout", "timeout"),
         ("POST", "/sandboxes", {"templateID": "base", "memory_MB": 256}, "memory_MB", "memoryMB"),
@@ -57,11 +57,17 @@ def find_unknown_paths(model: type[Body], data: Any) -> list[str]:
     ],
 )
 def test_an_unknown_field_causes_a_warning_or_an_error(
-    api: httpx.Client, sandbox: dict[str, Any], method: str, route: str, body: dict[str, Any], path: str, similar: str
+    api: httpx.Client,
+    sandbox: dict[str, Any],
+    method: str,
+    route: str,
+    body: dict[str, Any],
+    path: str,
+    similar_field: str,
 ) -> None:
     api.post("/volumes", json={"name": "vol"}).raise_for_status()
-    message = check_refused(api.request(method, route, params={"strict": True}, json=body), 400, "invalid")
-    hint = f" (did you mean {similar}?)" if similar else ""
+    message = check_refusal(api.request(method, route, params={"strict": True}, json=body), 400, "invalid")
+    hint = f" (did you mean {similar_field}?)" if similar_field else ""
     assert message == f"unknown field: {path}{hint}: correct or remove it"
     response = api.request(method, route, json=body)
     assert response.is_success, response.text
@@ -100,7 +106,7 @@ def test_an_unsupported_field_of_a_client_is_refused(
 
     objects_before = list_objects()
     for strict in ("", "?strict=true"):
-        message = check_refused(api.request(method, f"{route}{strict}", json=body), 400, "unsupported")
+        message = check_refusal(api.request(method, f"{route}{strict}", json=body), 400, "unsupported")
         assert message.startswith(f"{path}: not supported, because ") and message.count(": ") >= 2
     assert list_objects() == objects_before
 
@@ -109,7 +115,7 @@ def test_all_unsupported_fields_are_reported(api: httpx.Client) -> None:
     """The body is what the CubeSandbox client sends for `Template.build(name="base", image="nginx", envs=..., ...)`."""
     templates = api.get("/templates").json()
     body = {"image": "nginx:latest", "name": "base", "cpu": 2000, "exposedPorts": [80], "env": ["A=1"]}
-    message = check_refused(api.post("/templates", json=body), 400, "unsupported")
+    message = check_refusal(api.post("/templates", json=body), 400, "unsupported")
     assert [part.partition(":")[0] for part in message.split("; ")] == ["exposedPorts", "env"]
     assert api.get("/templates").json() == templates
 
@@ -138,7 +144,7 @@ def test_metadata_keys_with_a_meaning_in_cubesandbox_are_refused(
         ("POST", "/sandboxes/one/clone", {}),
         ("PATCH", "/sandboxes/one", {}),
     ):
-        message = check_refused(api.request(method, route, json={**body, "metadata": metadata}), 400, "invalid")
+        message = check_refusal(api.request(method, route, json={**body, "metadata": metadata}), 400, "invalid")
         assert message.startswith(f"metadata: the key '{key}' is not supported") and remedy in message
     assert [each["name"] for each in api.get("/sandboxes").json()] == ["one"]
     assert api.get("/sandboxes/one").json()["metadata"] == {}
@@ -146,14 +152,14 @@ def test_metadata_keys_with_a_meaning_in_cubesandbox_are_refused(
 
 def test_all_unknown_fields_are_reported(api: httpx.Client) -> None:
     body = {"templateId": "base", "one": 1, "network": {"two": 2}}
-    message = check_refused(api.post("/sandboxes?strict=true", json=body), 400, "invalid")
+    message = check_refusal(api.post("/sandboxes?strict=true", json=body), 400, "invalid")
     assert message.startswith("unknown fields: templateId (did you mean templateID?), one")
     assert "network.two" in message
 
 
 def test_other_errors_include_the_warning(api: httpx.Client) -> None:
     response = api.post("/sandboxes", json={"templateId": "base"})
-    assert "templateID: this field is required" in check_refused(response, 400, "invalid")
+    assert "templateID: this field is required" in check_refusal(response, 400, "invalid")
     assert response.headers["warning"] == '299 - "ignored fields: templateId"'
 
 
@@ -172,14 +178,14 @@ def test_known_fields_cause_no_warning(api: httpx.Client, strict: str) -> None:
 
 
 def test_strict_must_be_true_or_false(api: httpx.Client) -> None:
-    assert "strict" in check_refused(api.post("/sandboxes?strict=perhaps", json={"templateID": "base"}), 400, "invalid")
+    assert "strict" in check_refusal(api.post("/sandboxes?strict=perhaps", json={"templateID": "base"}), 400, "invalid")
 
 
 @pytest.mark.parametrize("content", [b"", b"null", b"[1]", b"{bad", b"[" * 100_000, b'"x"'])
 def test_invalid_bodies_are_refused_in_both_modes(api: httpx.Client, content: bytes) -> None:
     for content_type in ("application/json", "text/plain"):
         messages = [
-            check_refused(api.post(route, content=content, headers={"Content-Type": content_type}), 400, "invalid")
+            check_refusal(api.post(route, content=content, headers={"Content-Type": content_type}), 400, "invalid")
             for route in ("/sandboxes", "/sandboxes?strict=true")
         ]
         assert messages[0] == messages[1]
@@ -192,7 +198,7 @@ def test_a_warning_is_short_and_printable(api: httpx.Client) -> None:
     assert response.status_code == 201 and "x-evil" not in response.headers
     warning = response.headers["warning"]
     assert len(warning) < 700 and re.fullmatch(r'299 - "ignored fields: [ !#-\[\]-~]*"', warning)
-    message = check_refused(api.post("/sandboxes?strict=true", content=json.dumps(body).encode()), 400, "invalid")
+    message = check_refusal(api.post("/sandboxes?strict=true", content=json.dumps(body).encode()), 400, "invalid")
     assert len(message) < 4001 and "and more" in message and message.isprintable()
 
 

@@ -44,7 +44,7 @@ def create_branch(api: httpx.Client, sandbox: str, **body: Any) -> Json:
     return snapshot
 
 
-def check_refused(response: httpx.Response, status: int) -> str:
+def check_refusal(response: httpx.Response, status: int) -> str:
     """Check that the request was refused with this status, and return the error message."""
     assert response.status_code == status, response.text
     message: str = response.json()["error"]
@@ -56,9 +56,9 @@ def list_tags(api: httpx.Client) -> set[str]:
 
 
 def test_health_needs_no_key_but_version_does(memory_gateway: MemoryGateway) -> None:
-    with memory_gateway.client("") as keyless, memory_gateway.client(READ_KEY) as reader:
-        assert keyless.get("/healthz").json() == {"ok": True}
-        assert "API key" in check_refused(keyless.get("/version"), 401)
+    with memory_gateway.client("") as keyless_client, memory_gateway.client(READ_KEY) as reader:
+        assert keyless_client.get("/healthz").json() == {"ok": True}
+        assert "API key" in check_refusal(keyless_client.get("/version"), 401)
         assert reader.get("/version").json() == {"version": reader.get("/health").json()["version"], "api": "v1"}
 
 
@@ -159,17 +159,17 @@ def test_branch_numbers_are_not_reused(memory_gateway: MemoryGateway, api: httpx
     assert api.delete(f"/v1/snapshots/{second_branch['tag']}").status_code == 204
     assert create_branch(api, sandbox_id)["tag"] == f"branch-{sandbox_id}-4", "numbers 2 and 3 were used"
     api.delete(f"/v1/snapshots/branch-{sandbox_id}-4")
-    stored_sandbox = Sandbox.model_validate_json(memory_gateway.host.saved[sandbox_id].model_dump_json())
+    stored_sandbox = Sandbox.model_validate_json(memory_gateway.host.saved_sandboxes[sandbox_id].model_dump_json())
     assert stored_sandbox.branches == 4, "the record, which a restarted gateway reads, contains the number"
     api.post(f"/sandboxes/{sandbox_id}/pause").raise_for_status()
-    assert "paused" in check_refused(api.post(f"/v1/sandboxes/{sandbox_id}/branch"), 409)
+    assert "paused" in check_refusal(api.post(f"/v1/sandboxes/{sandbox_id}/branch"), 409)
     api.post(f"/sandboxes/{sandbox_id}/resume").raise_for_status()
     assert create_branch(api, sandbox_id)["tag"] == f"branch-{sandbox_id}-5"
 
 
 def test_invalid_tags_are_refused(api: httpx.Client, sandbox_id: str) -> None:
     for tag in ("", "a" * 65, "a b", "../etc", "v1.0", "ä", "-x", "_x", "x\n"):
-        message = check_refused(api.post(f"/v1/sandboxes/{sandbox_id}/branch", json={"tag": tag}), 400)
+        message = check_refusal(api.post(f"/v1/sandboxes/{sandbox_id}/branch", json={"tag": tag}), 400)
         assert "1 to 64 letters, digits" in message, tag
     assert list_tags(api) == {"base"}
 
@@ -178,7 +178,7 @@ def test_a_tag_in_use_is_refused_without_changes(api: httpx.Client, sandbox_id: 
     create_branch(api, sandbox_id, tag="cp")
     sandbox_before = api.get(f"/sandboxes/{sandbox_id}").json()
     for used_tag in ("cp", "base", sandbox_id):
-        assert used_tag in check_refused(api.post(f"/v1/sandboxes/{sandbox_id}/branch", json={"tag": used_tag}), 409)
+        assert used_tag in check_refusal(api.post(f"/v1/sandboxes/{sandbox_id}/branch", json={"tag": used_tag}), 409)
     assert api.get(f"/sandboxes/{sandbox_id}").json() == sandbox_before
     assert list_tags(api) == {"base", "cp"}
 
@@ -218,7 +218,7 @@ def test_unsupported_branch_options_are_refused(api: httpx.Client, sandbox_id: s
         ({"parent_tag": "base"}, "valid only with mode diff"),
         ({"mode": "diff", "parent_tag": "other"}, "was made from base"),
     ):
-        assert words in check_refused(api.post(f"/v1/sandboxes/{sandbox_id}/branch", json=body), 400)
+        assert words in check_refusal(api.post(f"/v1/sandboxes/{sandbox_id}/branch", json=body), 400)
     assert list_tags(api) == {"base", "other"}
 
 
@@ -227,14 +227,14 @@ def test_supported_branch_options_are_accepted(api: httpx.Client, sandbox_id: st
     create_branch(api, sandbox_id, mode="full", measure_diff=True, wait=False)
     create_branch(api, sandbox_id, mode="diff", parent_tag="base", tag="cp")
     create_branch(api, sandbox_id, diff=True, parent_tag="cp")
-    assert "not found" in check_refused(
+    assert "not found" in check_refusal(
         api.post(f"/v1/sandboxes/{sandbox_id}/branch", json={"diff": True, "parent_tag": "x"}), 404
     )
 
 
 def test_branching_a_missing_sandbox_fails(api: httpx.Client) -> None:
     for body in ({}, {"tag": "base"}, {"tag": "new"}):
-        assert "'nothing' not found" in check_refused(api.post("/v1/sandboxes/nothing/branch", json=body), 404)
+        assert "'nothing' not found" in check_refusal(api.post("/v1/sandboxes/nothing/branch", json=body), 404)
 
 
 @pytest.mark.parametrize(("failure", "status"), [(BackendFailed("no pause"), 500), (NoSpace("the disk is full"), 507)])
@@ -251,8 +251,8 @@ def test_a_failed_capture_leaves_no_snapshot(
 
     with monkeypatch.context() as patches:
         patches.setattr(memory_gateway.host, "capture", fail)
-        assert str(failure) in check_refused(api.post(f"/v1/sandboxes/{sandbox_id}/branch", json={"tag": "cp"}), status)
-        check_refused(api.post(f"/v1/sandboxes/{sandbox_id}/branch"), status)
+        assert str(failure) in check_refusal(api.post(f"/v1/sandboxes/{sandbox_id}/branch", json={"tag": "cp"}), status)
+        check_refusal(api.post(f"/v1/sandboxes/{sandbox_id}/branch"), status)
     assert list_tags(api) == {"base"} and api.post(f"/v1/sandboxes/{sandbox_id}/ping").status_code == 200
     create_branch(api, sandbox_id, tag="cp")
     assert create_branch(api, sandbox_id)["tag"] == f"branch-{sandbox_id}-2", (
@@ -267,7 +267,7 @@ def test_a_source_that_dies_during_a_capture_leaves_a_valid_snapshot(
         patches.setattr(
             memory_gateway.host, "end_reason", lambda _: "" if not list_engine_tags(memory_gateway) else "it stopped"
         )
-        message = check_refused(api.post(f"/v1/sandboxes/{sandbox_id}/branch", json={"tag": "cp"}), 500)
+        message = check_refusal(api.post(f"/v1/sandboxes/{sandbox_id}/branch", json={"tag": "cp"}), 500)
     assert "valid" in message and "source sandbox stopped" in message
     spawn_sandboxes(api, "cp")
 
@@ -282,9 +282,9 @@ def test_creating_several_sandboxes_is_all_or_nothing(
     sandboxes = spawn_sandboxes(api, n=5)
     assert len({each["id"] for each in sandboxes}) == len({each["guest_addr"] for each in sandboxes}) == 5
     for n in (0, 1001, -1, "2", True):
-        assert "n: " in check_refused(api.post("/v1/sandboxes", json={"snapshot_tag": "base", "n": n}), 400)
-    assert "not found" in check_refused(api.post("/v1/sandboxes", json={"snapshot_tag": "gone"}), 404)
-    assert "snapshot_tag" in check_refused(api.post("/v1/sandboxes", json={}), 400)
+        assert "n: " in check_refusal(api.post("/v1/sandboxes", json={"snapshot_tag": "base", "n": n}), 400)
+    assert "not found" in check_refusal(api.post("/v1/sandboxes", json={"snapshot_tag": "gone"}), 404)
+    assert "snapshot_tag" in check_refusal(api.post("/v1/sandboxes", json={}), 400)
     original_fork, fork_numbers = memory_gateway.host.fork, iter(range(10))
 
     async def fail_second_fork(*args: Any, **kwargs: Any) -> None:
@@ -293,21 +293,21 @@ def test_creating_several_sandboxes_is_all_or_nothing(
         await original_fork(*args, **kwargs)
 
     monkeypatch.setattr(memory_gateway.host, "fork", fail_second_fork)
-    assert "no machine" in check_refused(api.post("/v1/sandboxes", json={"snapshot_tag": "base", "n": 3}), 500)
+    assert "no machine" in check_refusal(api.post("/v1/sandboxes", json={"snapshot_tag": "base", "n": 3}), 500)
     assert len(api.get("/v1/sandboxes").json()) == 5
 
 
 def test_unsupported_options_are_refused(api: httpx.Client) -> None:
     for body, words in (({"live_fork": True}, "live_fork"), ({"memory_limit_mib": 512}, "256 MiB of memory")):
-        assert words in check_refused(api.post("/v1/sandboxes", json={"snapshot_tag": "base", **body}), 400)
+        assert words in check_refusal(api.post("/v1/sandboxes", json={"snapshot_tag": "base", **body}), 400)
     assert spawn_sandboxes(api, memory_limit_mib=256)[0]["memory_limit_mib"] == 256
     assert len(api.get("/v1/sandboxes").json()) == 1
 
 
 def test_a_timeout_sets_the_end_of_a_sandbox(memory_gateway: MemoryGateway, api: httpx.Client) -> None:
-    (unlimited,), (limited,) = spawn_sandboxes(api), spawn_sandboxes(api, timeout=60)
-    assert memory_gateway.engine.sandboxes.get(unlimited["id"]).end_at is None
-    assert memory_gateway.engine.sandboxes.get(limited["id"]).end_at is not None
+    (unlimited_sandbox,), (limited_sandbox,) = spawn_sandboxes(api), spawn_sandboxes(api, timeout=60)
+    assert memory_gateway.engine.sandboxes.get(unlimited_sandbox["id"]).end_at is None
+    assert memory_gateway.engine.sandboxes.get(limited_sandbox["id"]).end_at is not None
 
 
 def test_paused_sandboxes_have_no_address(api: httpx.Client, sandbox_id: str) -> None:
@@ -315,7 +315,7 @@ def test_paused_sandboxes_have_no_address(api: httpx.Client, sandbox_id: str) ->
     info = api.get(f"/v1/sandboxes/{sandbox_id}").json()
     assert info["state"] == "paused" and info["guest_addr"] == "" and info["snapshot_tag"] == "base"
     for verb, body in (("exec", {"args": ["exit", "0"]}), ("eval", {"code": "1"}), ("ping", {})):
-        assert "paused" in check_refused(api.post(f"/v1/sandboxes/{sandbox_id}/{verb}", json=body), 409)
+        assert "paused" in check_refusal(api.post(f"/v1/sandboxes/{sandbox_id}/{verb}", json=body), 409)
 
 
 def test_exec_returns_output_and_exit_code(api: httpx.Client, sandbox_id: str) -> None:
@@ -332,8 +332,8 @@ def test_exec_returns_output_and_exit_code(api: httpx.Client, sandbox_id: str) -
     timeout_result = run_command("sleep", "5", timeout_secs=0.2)
     assert timeout_result["exit_code"] == 137 and "did not finish within 0.2 s" in timeout_result["stderr"]
     for body in ({"args": []}, {"args": "ls"}, {}, {"args": ["x"], "timeout_secs": 0}):
-        check_refused(api.post(f"/v1/sandboxes/{sandbox_id}/exec", json=body), 400)
-    assert "not found" in check_refused(api.post("/v1/sandboxes/nothing/exec", json={"args": ["x"]}), 404)
+        check_refusal(api.post(f"/v1/sandboxes/{sandbox_id}/exec", json=body), 400)
+    assert "not found" in check_refusal(api.post("/v1/sandboxes/nothing/exec", json={"args": ["x"]}), 404)
 
 
 def test_eval_returns_the_result_or_the_error(api: httpx.Client, sandbox_id: str) -> None:
@@ -346,7 +346,7 @@ def test_eval_returns_the_result_or_the_error(api: httpx.Client, sandbox_id: str
     assert evaluate("x = 'ä'") == {"result": "None", "error": None, "exit_code": 0}
     assert evaluate("x * 2") == {"result": "'ää'", "error": None, "exit_code": 0}
     assert evaluate("1 / 0") == {"result": None, "error": "ZeroDivisionError: division by zero", "exit_code": 1}
-    check_refused(api.post(f"/v1/sandboxes/{sandbox_id}/eval", json={}), 400)
+    check_refusal(api.post(f"/v1/sandboxes/{sandbox_id}/eval", json={}), 400)
 
 
 @pytest.mark.parametrize(
@@ -367,35 +367,35 @@ def test_invalid_agent_responses_to_eval_are_reported(
 
     with monkeypatch.context() as patches:
         patches.setattr(AgentClient, "call", respond)
-        assert words in check_refused(api.post(f"/v1/sandboxes/{sandbox_id}/eval", json={"code": "1"}), status)
+        assert words in check_refusal(api.post(f"/v1/sandboxes/{sandbox_id}/eval", json={"code": "1"}), status)
 
 
 def test_ping_reaches_the_agent(memory_gateway: MemoryGateway, api: httpx.Client, sandbox_id: str) -> None:
     assert api.post(f"/v1/sandboxes/{sandbox_id}/ping").json() == {"pong": True, "numpy_version": None}
     memory_gateway.loop.call_soon_threadsafe(memory_gateway.machine(sandbox_id)._server.close)  # type: ignore[union-attr]
-    assert "cannot be reached" in check_refused(api.post(f"/v1/sandboxes/{sandbox_id}/ping"), 500)
+    assert "cannot be reached" in check_refusal(api.post(f"/v1/sandboxes/{sandbox_id}/ping"), 500)
 
 
 def test_a_snapshot_in_use_is_removed_only_with_force(api: httpx.Client, sandbox_id: str) -> None:
     create_branch(api, sandbox_id, tag="cp")
     (user,) = spawn_sandboxes(api, "cp")
-    assert user["id"] in check_refused(api.delete("/v1/snapshots/cp"), 409)
+    assert user["id"] in check_refusal(api.delete("/v1/snapshots/cp"), 409)
     for query in ("cascade=true", "cascade=true&force=true"):
-        assert "cascade" in check_refused(api.delete(f"/v1/snapshots/cp?{query}"), 400)
+        assert "cascade" in check_refusal(api.delete(f"/v1/snapshots/cp?{query}"), 400)
     assert list_tags(api) == {"base", "cp"}
     assert api.delete("/v1/snapshots/cp?force=true").status_code == 204
-    assert list_tags(api) == {"base"} and "not found" in check_refused(api.delete("/v1/snapshots/cp"), 404)
+    assert list_tags(api) == {"base"} and "not found" in check_refusal(api.delete("/v1/snapshots/cp"), 404)
     assert api.get(f"/v1/sandboxes/{user['id']}").json()["snapshot_tag"] not in ("cp", "")
     create_branch(api, sandbox_id, tag="cp")
 
 
 def test_compact_is_refused(api: httpx.Client, sandbox_id: str) -> None:
     create_branch(api, sandbox_id, tag="cp")
-    assert "already complete" in check_refused(api.post("/v1/snapshots/cp/compact", json={"to": "flat"}), 400)
-    assert "not found" in check_refused(api.post("/v1/snapshots/gone/compact", json={"to": "flat"}), 404)
-    assert "1 to 64" in check_refused(api.post("/v1/snapshots/cp/compact", json={"to": "a b"}), 400)
+    assert "already complete" in check_refusal(api.post("/v1/snapshots/cp/compact", json={"to": "flat"}), 400)
+    assert "not found" in check_refusal(api.post("/v1/snapshots/gone/compact", json={"to": "flat"}), 404)
+    assert "1 to 64" in check_refusal(api.post("/v1/snapshots/cp/compact", json={"to": "a b"}), 400)
     for route in ("/v1/snapshots/gone/info", "/v1/sandboxes/gone"):
-        assert "not found" in check_refused(api.get(route), 404)
+        assert "not found" in check_refusal(api.get(route), 404)
 
 
 def test_a_snapshot_is_built_from_a_root_file_system(api: httpx.Client, tmp_path: Path) -> None:
@@ -405,7 +405,7 @@ def test_a_snapshot_is_built_from_a_root_file_system(api: httpx.Client, tmp_path
         ({"rootfs": "/nowhere/x.tar"}, "cannot be read"),
         ({}, "rootfs"),
     ):
-        assert words in check_refused(api.post("/v1/snapshots", json={"tag": "py", **body}), 400)
+        assert words in check_refusal(api.post("/v1/snapshots", json={"tag": "py", **body}), 400)
     response = api.post("/v1/snapshots", json={"tag": "py", "rootfs": str(tmp_path)})
     assert response.status_code == 201 and response.json()["tag"] == "py"
     assert spawn_sandboxes(api, "py")[0]["snapshot_tag"] == "py"
@@ -420,7 +420,7 @@ def test_an_invalid_root_file_system_is_reported(
 
     monkeypatch.setattr(memory_gateway.host, "build_base", fail)
     response = api.post("/v1/snapshots", json={"tag": "py", "rootfs": str(tmp_path)})
-    assert "could not be built: it is empty" in check_refused(response, 500)
+    assert "could not be built: it is empty" in check_refusal(response, 500)
     assert list_tags(api) == {"base"}
 
 

@@ -21,7 +21,7 @@ def create_volume(api: httpx.Client, name: str = "data", **body: Any) -> dict[st
     return volume
 
 
-def check_refused(response: httpx.Response, status: int, kind: str, *words: str) -> dict[str, Any]:
+def check_refusal(response: httpx.Response, status: int, kind: str, *words: str) -> dict[str, Any]:
     body: dict[str, Any] = response.json()
     assert (response.status_code, body["kind"]) == (status, kind), body
     assert all(word in body["message"] for word in words), body
@@ -93,18 +93,18 @@ def test_a_volume_grows_and_never_shrinks(api: httpx.Client) -> None:
     create_volume(api)
     assert api.patch("/volumes/data", json={"sizeMB": 4096}).json()["sizeMB"] == 4096
     assert api.get("/volumes/data").json()["sizeMB"] == 4096
-    check_refused(api.patch("/volumes/data", json={"sizeMB": 1024}), 400, "invalid", "4096", "shrink")
-    check_refused(api.patch("/volumes/data", json={}), 400, "invalid", "sizeMB", "required")
-    check_refused(api.post("/volumes", json={"name": "x", "sizeMB": 63}), 400, "invalid", "sizeMB")
-    check_refused(api.post("/volumes", json={"name": "a b"}), 400, "invalid", "not allowed")
+    check_refusal(api.patch("/volumes/data", json={"sizeMB": 1024}), 400, "invalid", "4096", "shrink")
+    check_refusal(api.patch("/volumes/data", json={}), 400, "invalid", "sizeMB", "required")
+    check_refusal(api.post("/volumes", json={"name": "x", "sizeMB": 63}), 400, "invalid", "sizeMB")
+    check_refusal(api.post("/volumes", json={"name": "a b"}), 400, "invalid", "not allowed")
 
 
 def test_volumes_and_sandboxes_share_one_namespace(api: httpx.Client) -> None:
     create_volume(api)
     create_sandbox(api, name="one")
-    check_refused(api.post("/volumes", json={"name": "one"}), 409, "name_taken")
-    check_refused(api.post("/volumes", json={"name": "data"}), 409, "name_taken")
-    check_refused(api.post("/sandboxes", json={"templateID": "base", "name": "data"}), 409, "name_taken")
+    check_refusal(api.post("/volumes", json={"name": "one"}), 409, "name_taken")
+    check_refusal(api.post("/volumes", json={"name": "data"}), 409, "name_taken")
+    check_refusal(api.post("/sandboxes", json={"templateID": "base", "name": "data"}), 409, "name_taken")
 
 
 def test_a_sandbox_is_created_with_mounts(api: httpx.Client) -> None:
@@ -124,7 +124,7 @@ def test_a_sandbox_is_created_with_mounts(api: httpx.Client) -> None:
 def test_invalid_mount_paths_are_refused(api: httpx.Client, path: str) -> None:
     create_volume(api)
     mount = {"name": "data", "path": path}
-    check_refused(api.post("/sandboxes", json={"templateID": "base", "volumeMounts": [mount]}), 400, "invalid", path)
+    check_refusal(api.post("/sandboxes", json={"templateID": "base", "volumeMounts": [mount]}), 400, "invalid", path)
     assert api.get("/sandboxes").json() == []
 
 
@@ -142,7 +142,7 @@ def test_requests_for_a_missing_volume_fail(api: httpx.Client) -> None:
         api.delete("/volumes/nothing/snapshots/s"),
         api.post("/volumes/nothing/rollback", json={"snapshot": "s"}),
     ):
-        check_refused(response, 404, "not_found", "volume", "'nothing'", "not found")
+        check_refusal(response, 404, "not_found", "volume", "'nothing'", "not found")
 
 
 def test_a_volume_is_attached_and_detached(api: httpx.Client) -> None:
@@ -151,23 +151,23 @@ def test_a_volume_is_attached_and_detached(api: httpx.Client) -> None:
     response = api.post("/sandboxes/one/volumes", json={"name": "data", "path": "/srv/data"})
     assert response.status_code == 201 and response.json() == DATA_MOUNT
     assert api.get("/sandboxes/one").json()["volumeMounts"] == [DATA_MOUNT]
-    check_refused(api.post("/sandboxes/one/volumes", json=DATA_MOUNT), 409, "conflict", "already")
+    check_refusal(api.post("/sandboxes/one/volumes", json=DATA_MOUNT), 409, "conflict", "already")
     assert api.delete("/sandboxes/one/volumes/data").status_code == 204
     assert api.get("/sandboxes/one").json()["volumeMounts"] == api.get("/volumes/data").json()["mounts"] == []
-    check_refused(api.delete("/sandboxes/one/volumes/data"), 404, "not_found", "data")
-    check_refused(api.delete("/sandboxes/none/volumes/data"), 404, "not_found", "none")
+    check_refusal(api.delete("/sandboxes/one/volumes/data"), 404, "not_found", "data")
+    check_refusal(api.delete("/sandboxes/none/volumes/data"), 404, "not_found", "none")
 
 
 def test_deleting_a_mounted_volume_lists_its_mounts(api: httpx.Client) -> None:
     create_volume(api)
     sandbox_ids = [create_sandbox(api, name=name, volumeMounts=[DATA_MOUNT])["sandboxID"] for name in ("one", "two")]
     api.post("/sandboxes/two/pause")
-    body = check_refused(api.delete("/volumes/data"), 409, "in_use", "2 mounts", "one", "two")
+    body = check_refusal(api.delete("/volumes/data"), 409, "in_use", "2 mounts", "one", "two")
     assert sorted(body["blockers"]) == sorted(sandbox_ids)
     users = [{"kind": "mount", "id": id, "name": name} for id, name in zip(sandbox_ids, ("one", "two"), strict=True)]
     assert body["details"] == {"resource": "volume", "users": users, "overrides": []}
     api.delete("/sandboxes/two/volumes/data")
-    check_refused(api.delete("/volumes/data"), 409, "in_use", "1 mount")
+    check_refusal(api.delete("/volumes/data"), 409, "in_use", "1 mount")
     api.delete("/sandboxes/one")
     assert api.delete("/volumes/data").status_code == 204
     assert api.get("/volumes").json() == []
@@ -190,22 +190,22 @@ def test_volume_snapshots_are_created_listed_and_removed(api: httpx.Client) -> N
     unnamed_snapshot = api.post("/volumes/data/snapshots").json()
     assert unnamed_snapshot["name"] == unnamed_snapshot["snapshotID"]
     assert [item["name"] for item in api.get("/volumes/data/snapshots").json()] == ["monday", unnamed_snapshot["name"]]
-    check_refused(api.post("/volumes/data/snapshots", json={"name": "monday"}), 409, "name_taken")
+    check_refusal(api.post("/volumes/data/snapshots", json={"name": "monday"}), 409, "name_taken")
     copy = create_volume(api, "copy", fromSnapshot="data@monday")
     assert copy["fromSnapshot"] == snapshot["snapshotID"] and copy["sizeMB"] == 512
     assert create_volume(api, "other", fromSnapshot=snapshot["snapshotID"], sizeMB=1024)["sizeMB"] == 1024
     listed_clones = {each["name"]: each["clones"] for each in api.get("/volumes/data/snapshots").json()}
     assert listed_clones == {"monday": ["copy", "other"], unnamed_snapshot["name"]: []}
-    check_refused(api.post("/volumes", json={"name": "x", "fromSnapshot": "data@never"}), 404, "not_found", "never")
+    check_refusal(api.post("/volumes", json={"name": "x", "fromSnapshot": "data@never"}), 404, "not_found", "never")
     assert api.delete(f"/volumes/data/snapshots/{unnamed_snapshot['snapshotID']}").status_code == 204
-    check_refused(api.delete("/volumes/data/snapshots/never"), 404, "not_found", "never")
+    check_refusal(api.delete("/volumes/data/snapshots/never"), 404, "not_found", "never")
     for name in ("copy", "other"):
         assert api.delete(f"/volumes/{name}").status_code == 204
     long_name = "x" * 64
     create_volume(api, long_name)
     api.post(f"/volumes/{long_name}/snapshots", json={"name": long_name})
     assert create_volume(api, "copy", fromSnapshot=f"{long_name}@{long_name}")["fromSnapshot"]
-    body = check_refused(api.delete("/volumes/data"), 409, "in_use", "1 snapshot")
+    body = check_refusal(api.delete("/volumes/data"), 409, "in_use", "1 snapshot")
     assert body["blockers"] == [snapshot["snapshotID"]]
     users = [{"kind": "volume_snapshot", "id": snapshot["snapshotID"], "name": "monday"}]
     assert body["details"] == {"resource": "volume", "users": users, "overrides": ["withSnapshots"]}
@@ -219,14 +219,14 @@ def test_rolling_back_a_mounted_volume_needs_force(api: httpx.Client) -> None:
     api.post("/volumes/data/snapshots", json={"name": "monday"})
     api.patch("/volumes/data", json={"sizeMB": 2048})
     run_command(api, "one", "write", "/srv/data/k", "now")
-    body = check_refused(api.post("/volumes/data/rollback", json={"snapshot": "monday"}), 409, "in_use", "one")
+    body = check_refusal(api.post("/volumes/data/rollback", json={"snapshot": "monday"}), 409, "in_use", "one")
     assert body["blockers"] == [sandbox["sandboxID"]]
     assert [user["kind"] for user in body["details"]["users"]] == ["mount"]
     assert body["details"]["overrides"] == ["force"]
     response = api.post("/volumes/data/rollback", json={"snapshot": "monday", "force": True})
     assert response.status_code == 200 and response.json()["sizeMB"] == 2048 and "token" not in response.json()
     assert run_command(api, "one", "read", "/srv/data/k")["stdout"] == "then"
-    check_refused(api.post("/volumes/data/rollback", json={"snapshot": "never"}), 404, "not_found", "never")
+    check_refusal(api.post("/volumes/data/rollback", json={"snapshot": "never"}), 404, "not_found", "never")
 
 
 def test_a_snapshot_lists_its_volumes(api: httpx.Client) -> None:
@@ -240,9 +240,9 @@ def test_a_snapshot_lists_its_volumes(api: httpx.Client) -> None:
     assert api.get("/snapshots").json()[0] == response.json()
     assert api.get("/snapshots/s1").json() == {**response.json(), "users": []}
     assert response.json()["volumeMounts"] == [DATA_MOUNT] and "zfsSnapshot" not in response.json()
-    check_refused(api.delete("/volumes/data?withSnapshots=true"), 409, "in_use")
-    check_refused(api.delete(f"/volumes/data/snapshots/{volume_snapshot['snapshotID']}"), 409, "in_use", "s1")
-    check_refused(api.post("/sandboxes/one/snapshots", json={"volumes": ["nothing"]}), 404, "not_found", "volume")
+    check_refusal(api.delete("/volumes/data?withSnapshots=true"), 409, "in_use")
+    check_refusal(api.delete(f"/volumes/data/snapshots/{volume_snapshot['snapshotID']}"), 409, "in_use", "s1")
+    check_refusal(api.post("/sandboxes/one/snapshots", json={"volumes": ["nothing"]}), 404, "not_found", "volume")
     assert api.delete("/snapshots/s1").status_code == 204
     assert api.get("/volumes/data/snapshots").json() == []
 
@@ -286,7 +286,7 @@ def test_forking_fails_if_a_mounted_volume_is_missing(api: httpx.Client) -> None
     api.delete("/sandboxes/one/volumes/data")
     api.delete("/volumes/data")
     assert api.get("/snapshots/s1").json()["volumeMounts"][0]["path"] == "/srv/data"
-    check_refused(api.post("/snapshots/s1/fork"), 409, "conflict", "volumeMounts")
+    check_refusal(api.post("/snapshots/s1/fork"), 409, "conflict", "volumeMounts")
     assert api.post("/snapshots/s1/fork", json={"volumeMounts": []}).status_code == 201
 
 

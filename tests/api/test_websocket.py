@@ -78,12 +78,17 @@ def recording_service(
 
 
 def open_websocket(
-    memory_gateway: MemoryGateway, sandbox: dict[str, Any], path: str = "/", *, by_host: bool = True, **options: Any
+    memory_gateway: MemoryGateway,
+    sandbox: dict[str, Any],
+    path: str = "/",
+    *,
+    uses_host_name: bool = True,
+    **options: Any,
 ) -> ClientConnection:
     headers = options.pop("headers", KEY_HEADERS)
-    if not by_host:
+    if not uses_host_name:
         headers = headers | make_port_headers(sandbox, PORT)
-    authority = make_port_host(sandbox, PORT) if by_host else f"127.0.0.1:{memory_gateway.port}"
+    authority = make_port_host(sandbox, PORT) if uses_host_name else f"127.0.0.1:{memory_gateway.port}"
     return connect(
         f"ws://{authority}{path}",
         sock=socket.create_connection(("127.0.0.1", memory_gateway.port), timeout=30),
@@ -94,14 +99,18 @@ def open_websocket(
     )
 
 
-@pytest.mark.parametrize("by_host", [True, False])
+@pytest.mark.parametrize("uses_host_name", [True, False])
 def test_messages_are_forwarded_in_both_directions(
-    memory_gateway: MemoryGateway, sandbox: dict[str, Any], by_host: bool
+    memory_gateway: MemoryGateway, sandbox: dict[str, Any], uses_host_name: bool
 ) -> None:
     service_headers = {"Origin": "http://example.org", "Cookie": "a=1", "Authorization": "Bearer the-services-own"}
     with recording_service(memory_gateway, sandbox) as service:
         with open_websocket(
-            memory_gateway, sandbox, "/a%2Fb;c=1/?x=%20y", by_host=by_host, headers=KEY_HEADERS | service_headers
+            memory_gateway,
+            sandbox,
+            "/a%2Fb;c=1/?x=%20y",
+            uses_host_name=uses_host_name,
+            headers=KEY_HEADERS | service_headers,
         ) as client:
             for message in ("text ü", b"\x00\xff", "", b""):
                 client.send(message)
@@ -113,7 +122,7 @@ def test_messages_are_forwarded_in_both_directions(
         assert {name.lower(): received_headers[name.lower()] for name in service_headers} == {
             name.lower(): service_headers[name] for name in service_headers
         }
-        assert received_headers["host"] == (make_port_host(sandbox, PORT) if by_host else f"localhost:{PORT}")
+        assert received_headers["host"] == (make_port_host(sandbox, PORT) if uses_host_name else f"localhost:{PORT}")
         assert "sec-websocket-extensions" not in received_headers and EXEC_KEY not in str(received_headers)
         assert not {"x-api-key", "e2b-sandbox-id", "e2b-sandbox-port", "x-access-token"} & set(received_headers)
         wait_until(lambda: service.close_codes == [1000])

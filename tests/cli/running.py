@@ -24,6 +24,6 @@ Run = Callable[..., Outcome]
 SANDBOXCTL_COMMAND = [sys.executable, "-m", "sandbox_gateway.cli.main"]
 
 
-def check_succeeded(outcome: Outcome) -> Outcome:
+def check_success(outcome: Outcome) -> Outcome:
     assert outcome.code == 0, outcome.err
     return outcome

@@ -157,9 +157,9 @@ def test_sigterm_finishes_requests_and_ends_streams(tmp_path: Path, memory_gatew
     socket_path, notify_path = run_dir / "daemon.sock", run_dir / "notify.sock"
     config_file = tmp_path / "config.toml"
     config_file.write_text(f'[server]\nsocket = "{socket_path}"\n[host]\nstate_root = "{tmp_path}"\n')
-    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as notify:
-        notify.bind(str(notify_path))
-        notify.settimeout(30)
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as notify_socket:
+        notify_socket.bind(str(notify_path))
+        notify_socket.settimeout(30)
         repository_path = str(Path(__file__).parents[2])
         environment = {**os.environ, "NOTIFY_SOCKET": str(notify_path), "PYTHONPATH": repository_path}
         process = subprocess.Popen(
@@ -167,7 +167,7 @@ def test_sigterm_finishes_requests_and_ends_streams(tmp_path: Path, memory_gatew
         )
         try:
             client = wait_for_daemon(socket_path, process)
-            assert notify.recv(100) == b"READY=1"
+            assert notify_socket.recv(100) == b"READY=1"
             build = client.post("/templates", json={"name": "base"}).json()
             client.get(f"/templates/base/builds/{build['buildID']}/logs", params={"follow": "true"})
             client.post("/sandboxes", json={"templateID": "base", "name": "one"}).raise_for_status()
@@ -197,7 +197,7 @@ def test_sigterm_finishes_requests_and_ends_streams(tmp_path: Path, memory_gatew
             assert process.wait(20) == 0
             assert time.monotonic() - stop_time < serving.GRACE_SECONDS
             assert sorted(results, key=str) == [200, ": connected"]
-            assert notify.recv(100) == b"STOPPING=1"
+            assert notify_socket.recv(100) == b"STOPPING=1"
         finally:
             if process.poll() is None:
                 process.kill()

@@ -57,6 +57,6 @@ def test_ages_and_remaining_times_are_formatted() -> None:
 def test_pairs_and_lists_are_parsed() -> None:
     assert formats.parse_pairs(["a=1", "b=x=y", "c="], "x") == {"a": "1", "b": "x=y", "c": ""}
     assert formats.split_list(["a,b", " c ", ",d,"]) == ["a", "b", "c", "d"]
-    for bad in ("a", "=1"):
+    for invalid_text in ("a", "=1"):
         with pytest.raises(Failure):
-            formats.parse_pairs([bad], "x")
+            formats.parse_pairs([invalid_text], "x")

@@ -21,7 +21,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sandbox_gateway.cli import main as sandboxctl
-from tests.cli.running import Outcome, Run, check_succeeded
+from tests.cli.running import Outcome, Run, check_success
 
 GATEWAY, OTHER_GATEWAY = "0123456789abcdef", "fedcba9876543210"
 URL = "unix:///run/sandbox-gateway/gateway.sock"
@@ -103,21 +103,21 @@ def compute_digest(plan: dict[str, Any]) -> str:
     return hashlib.sha256(text.encode()).hexdigest()
 
 
-def serialize(plan: dict[str, Any]) -> bytes:
+def serialize_plan(plan: dict[str, Any]) -> bytes:
     document = {**plan, "digest": compute_digest(plan)}
     return json.dumps(document, sort_keys=True, separators=(",", ":")).encode() + b"\n"
 
 
-Write = Callable[..., str]
+WritePlanFile = Callable[..., str]
 
 
 @pytest.fixture
-def write(tmp_path: Path) -> Write:
+def write_plan_file(tmp_path: Path) -> WritePlanFile:
     """A function that writes a plan, or any content, to a file and returns its path."""
 
     def write_file(content: dict[str, Any] | bytes, name: str = "plan.json") -> str:
         path = tmp_path / name
-        path.write_bytes(content if isinstance(content, bytes) else serialize(content))
+        path.write_bytes(content if isinstance(content, bytes) else serialize_plan(content))
         return str(path)
 
     return write_file
@@ -126,9 +126,9 @@ def write(tmp_path: Path) -> Write:
 # --- show ------------------------------------------------------------------------------------------------------------
 
 
-def test_a_plan_is_shown_by_kind_with_totals_and_uncertainties(run: Run, write: Write) -> None:
+def test_a_plan_is_shown_by_kind_with_totals_and_uncertainties(run: Run, write_plan_file: WritePlanFile) -> None:
     plan = make_example()
-    outcome = check_succeeded(run("plan", "show", write(plan), url=UNREACHABLE_URL))
+    outcome = check_success(run("plan", "show", write_plan_file(plan), url=UNREACHABLE_URL))
     lines = [line.rstrip() for line in outcome.out.splitlines()]
     assert [re.sub("  +", "|", line) for line in lines] == [
         f"Gateway {URL}:",
@@ -154,45 +154,47 @@ def test_a_plan_is_shown_by_kind_with_totals_and_uncertainties(run: Run, write: 
     ]
 
 
-def test_changes_are_grouped_by_gateway(run: Run, write: Write) -> None:
+def test_changes_are_grouped_by_gateway(run: Run, write_plan_file: WritePlanFile) -> None:
     entries = [
         make_entry("A", make_action("create", make_change("a", None, {}))),
         make_entry("B", make_action("create", make_change("b", None, {})), gateway=OTHER_GATEWAY),
         make_entry("C", make_action("grow", make_change("c", {}, {}, "volume"))),
     ]
     gateways = {GATEWAY: URL, OTHER_GATEWAY: "https://other.example"}
-    out = check_succeeded(run("plan", "show", write(make_plan(*entries, gateways=gateways)))).out
-    first, second = out.split("Gateway https://other.example:")
-    assert re.findall(r"^(\w+) +[+~] +(\w)", first, re.MULTILINE) == [("sandbox", "a"), ("volume", "c")]
-    assert re.findall(r"^(\w+) +[+~] +(\w)", second, re.MULTILINE) == [("sandbox", "b")]
+    out = check_success(run("plan", "show", write_plan_file(make_plan(*entries, gateways=gateways)))).out
+    first_part, second_part = out.split("Gateway https://other.example:")
+    assert re.findall(r"^(\w+) +[+~] +(\w)", first_part, re.MULTILINE) == [("sandbox", "a"), ("volume", "c")]
+    assert re.findall(r"^(\w+) +[+~] +(\w)", second_part, re.MULTILINE) == [("sandbox", "b")]
 
 
-def test_freed_resources_are_shown_as_freed(run: Run, write: Write) -> None:
+def test_freed_resources_are_shown_as_freed(run: Run, write_plan_file: WritePlanFile) -> None:
     action = make_action("remove", make_change("a", {}, None))
     plan = make_plan(make_entry("A", action, costs={"memory_mb": -256, "disk_bytes": -2048}))
-    out = check_succeeded(run("plan", "show", write(plan))).out
+    out = check_success(run("plan", "show", write_plan_file(plan))).out
     assert "Plan: 1 to remove; 256 MiB of memory freed, about 2.0 KiB of disk freed.\n" in out
 
 
-def test_a_plan_without_changes_is_shown(run: Run, write: Write) -> None:
-    out = check_succeeded(run("plan", "show", write(make_plan(make_entry("Nothing to do"))))).out
+def test_a_plan_without_changes_is_shown(run: Run, write_plan_file: WritePlanFile) -> None:
+    out = check_success(run("plan", "show", write_plan_file(make_plan(make_entry("Nothing to do"))))).out
     assert out.startswith("The plan changes nothing.\n") and "can be applied until" in out
 
 
-def test_an_expired_plan_is_shown_as_expired(run: Run, write: Write) -> None:
+def test_an_expired_plan_is_shown_as_expired(run: Run, write_plan_file: WritePlanFile) -> None:
     plan = {**make_example(), "created_at": make_time(-5), "expires_at": make_time(-3)}
-    out = check_succeeded(run("plan", "show", write(plan))).out
+    out = check_success(run("plan", "show", write_plan_file(plan))).out
     assert f"it expired at {plan['expires_at']} (3 h ago)" in out and "try-1" in out
     assert "cannot be applied:" in out and "can be applied until" not in out
 
 
-def test_a_plan_with_problems_cannot_be_applied(run: Run, write: Write) -> None:
-    out = check_succeeded(run("plan", "show", write({**make_example(), "problems": ["web1 was unreachable"]}))).out
+def test_a_plan_with_problems_cannot_be_applied(run: Run, write_plan_file: WritePlanFile) -> None:
+    out = check_success(
+        run("plan", "show", write_plan_file({**make_example(), "problems": ["web1 was unreachable"]}))
+    ).out
     assert "cannot be applied:\n  web1 was unreachable\n" in out and "expired" not in out
 
 
 @pytest.mark.parametrize(
-    ("changes", "expired", "applicable"),
+    ("changes", "is_expired", "is_applicable"),
     [
         ({}, False, True),
         ({"problems": ["web1 was unreachable"]}, False, False),
@@ -200,18 +202,18 @@ def test_a_plan_with_problems_cannot_be_applied(run: Run, write: Write) -> None:
     ],
 )
 def test_a_plan_is_printed_as_json(
-    run: Run, write: Write, changes: dict[str, Any], expired: bool, applicable: bool
+    run: Run, write_plan_file: WritePlanFile, changes: dict[str, Any], is_expired: bool, is_applicable: bool
 ) -> None:
     plan = {**make_example(), **changes}
-    for args in (("plan", "show", write(plan), "--json"), ("--json", "plan", "show", write(plan))):
-        result = check_succeeded(run(*args)).json
+    for args in (("plan", "show", write_plan_file(plan), "--json"), ("--json", "plan", "show", write_plan_file(plan))):
+        result = check_success(run(*args)).json
         totals = {"create": 3, "change": 1, "remove": 1, "roll_back": 1}
         costs = {"disk_bytes": 12 << 20, "memory_mb": 512, "pause_ms": 7.5}
-        additions = {"expired": expired, "applicable": applicable, "totals": {**totals, "costs": costs}}
+        additions = {"expired": is_expired, "applicable": is_applicable, "totals": {**totals, "costs": costs}}
         assert result == {**plan, "digest": compute_digest(plan), **additions}
 
 
-def test_text_from_the_file_cannot_affect_the_terminal(run: Run, write: Write) -> None:
+def test_text_from_the_file_cannot_affect_the_terminal(run: Run, write_plan_file: WritePlanFile) -> None:
     plan = make_plan(
         make_entry(
             f"Task{ESCAPES}\nThe plan can be applied",
@@ -230,7 +232,7 @@ def test_text_from_the_file_cannot_affect_the_terminal(run: Run, write: Write) -
     other_plan["entries"][0]["reads"] = {f"/sandboxes/a{ESCAPES}": f"other{ESCAPES}"}
     other_plan["entries"][0]["actions"][0]["changes"][0]["after"] = {f"key{ESCAPES}": 1}
     other_plan["entries"][0]["costs"] = {"pause_ms": 1}
-    paths = write(plan), write(other_plan, "other.json")
+    paths = write_plan_file(plan), write_plan_file(other_plan, "other.json")
     for outcome in (run("plan", "show", paths[0]), run("plan", "compare", *paths)):
         assert outcome.err == "" and "Task" in outcome.out
         assert re.findall(r"[\x00-\x09\x0b-\x1f\x7f-\x9f\u202e\ud800]", outcome.out) == []
@@ -245,9 +247,9 @@ def test_text_from_the_file_cannot_affect_the_terminal(run: Run, write: Write) -
 # --- compare ---------------------------------------------------------------------------------------------------------
 
 
-def compare(run: Run, write: Write, old: dict[str, Any], new: dict[str, Any]) -> Any:
+def compare_plans(run: Run, write_plan_file: WritePlanFile, old_plan: dict[str, Any], new_plan: dict[str, Any]) -> Any:
     """Return the comparison as JSON, after checking that the exit code and the text agree with it."""
-    paths = write(old, "old.json"), write(new, "new.json")
+    paths = write_plan_file(old_plan, "old.json"), write_plan_file(new_plan, "new.json")
     outcome = run("--json", "plan", "compare", *paths, url=UNREACHABLE_URL)
     comparison = outcome.json
     text_outcome = run("plan", "compare", *paths)
@@ -267,16 +269,16 @@ def list_tasks(comparison: Any) -> list[tuple[str, str, str]]:
     return [(task["plan"], task["task"], " ".join(task["different"])) for task in comparison["tasks"]]
 
 
-def test_plans_that_differ_only_in_times_are_equal(run: Run, write: Write) -> None:
-    new = {**make_example(), "created_at": make_time(-3), "expires_at": make_time(-2)}
-    nothing = {"equal": True, "changes": [], "versions": [], "tasks": [], "different": []}
-    assert compare(run, write, make_example(), new) == nothing
+def test_plans_that_differ_only_in_times_are_equal(run: Run, write_plan_file: WritePlanFile) -> None:
+    new_plan = {**make_example(), "created_at": make_time(-3), "expires_at": make_time(-2)}
+    empty_comparison = {"equal": True, "changes": [], "versions": [], "tasks": [], "different": []}
+    assert compare_plans(run, write_plan_file, make_example(), new_plan) == empty_comparison
 
 
-def test_changes_in_only_one_plan_are_found(run: Run, write: Write) -> None:
-    old, new = make_example(), make_example()
-    new["entries"][1]["actions"][0]["changes"][1]["name"] = "try-9"
-    comparison = compare(run, write, old, new)
+def test_changes_in_only_one_plan_are_found(run: Run, write_plan_file: WritePlanFile) -> None:
+    old_plan, new_plan = make_example(), make_example()
+    new_plan["entries"][1]["actions"][0]["changes"][1]["name"] = "try-9"
+    comparison = compare_plans(run, write_plan_file, old_plan, new_plan)
     assert list_changes(comparison) == [("old", "+try-2", ""), ("new", "+try-9", "")]
     assert comparison["changes"][0] == {
         "plan": "old",
@@ -293,55 +295,62 @@ def test_changes_in_only_one_plan_are_found(run: Run, write: Write) -> None:
     assert list_tasks(comparison) == [("both", "Fork it", "actions")]
 
 
-def test_the_keys_of_a_different_change_are_named(run: Run, write: Write) -> None:
-    old, new = make_example(), make_example()
-    new["entries"][1]["actions"][0]["changes"][0]["after"] = {"state": "running", "cpus": 2, "network": None}
-    comparison = compare(run, write, old, new)
+def test_the_keys_of_a_different_change_are_named(run: Run, write_plan_file: WritePlanFile) -> None:
+    old_plan, new_plan = make_example(), make_example()
+    new_plan["entries"][1]["actions"][0]["changes"][0]["after"] = {"state": "running", "cpus": 2, "network": None}
+    comparison = compare_plans(run, write_plan_file, old_plan, new_plan)
     assert list_changes(comparison) == [("both", "+try-1", "after.cpus after.metadata after.network")]
-    text = run("plan", "compare", write(old, "old.json"), write(new, "new.json")).out
+    text = run("plan", "compare", write_plan_file(old_plan, "old.json"), write_plan_file(new_plan, "new.json")).out
     (row,) = (line for line in text.splitlines() if line.startswith("both"))
     cells = ["both", "after.cpus, after.metadata, after.network", "sandbox", "+", "try-1", "fork"]
     assert re.split("  +", row.rstrip()) == [*cells, "Fork it (play.yml:10)", "localhost", URL]
 
 
-def test_true_and_1_are_different_values(run: Run, write: Write) -> None:
-    old, new = (make_plan(make_entry("A", make_action("create", make_change("a", None, {"x": x})))) for x in (1, True))
-    assert list_changes(compare(run, write, old, new)) == [("both", "+a", "after.x")]
+def test_true_and_1_are_different_values(run: Run, write_plan_file: WritePlanFile) -> None:
+    old_plan, new_plan = (
+        make_plan(make_entry("A", make_action("create", make_change("a", None, {"x": x})))) for x in (1, True)
+    )
+    assert list_changes(compare_plans(run, write_plan_file, old_plan, new_plan)) == [("both", "+a", "after.x")]
 
 
-def test_a_change_that_creates_instead_of_updating_is_different(run: Run, write: Write) -> None:
-    old = make_plan(make_entry("A", make_action("build", make_change("a", {}, {}))))
-    new = make_plan(make_entry("A", make_action("build", make_change("a", None, {}))))
-    assert list_changes(compare(run, write, old, new)) == [("both", "+a", "before")]
+def test_a_change_that_creates_instead_of_updating_is_different(run: Run, write_plan_file: WritePlanFile) -> None:
+    old_plan = make_plan(make_entry("A", make_action("build", make_change("a", {}, {}))))
+    new_plan = make_plan(make_entry("A", make_action("build", make_change("a", None, {}))))
+    assert list_changes(compare_plans(run, write_plan_file, old_plan, new_plan)) == [("both", "+a", "before")]
 
 
-def test_an_additional_change_does_not_make_the_later_ones_different(run: Run, write: Write) -> None:
-    old, new = make_example(), make_example()
+def test_an_additional_change_does_not_make_the_later_ones_different(run: Run, write_plan_file: WritePlanFile) -> None:
+    old_plan, new_plan = make_example(), make_example()
     change = make_change("first", None, {})
     entry = make_entry("First", make_action("create", change), created={"first": "known-after-apply-0001"})
-    for number, later_entry in enumerate(new["entries"]):
+    for number, later_entry in enumerate(new_plan["entries"]):
         text = json.dumps(later_entry)
-        new["entries"][number] = json.loads(re.sub(r"apply-(\d+)", lambda match: f"apply-{int(match[1]) + 1:04}", text))
-    new["entries"].insert(0, entry)
-    comparison = compare(run, write, old, new)
+        new_plan["entries"][number] = json.loads(
+            re.sub(r"apply-(\d+)", lambda match: f"apply-{int(match[1]) + 1:04}", text)
+        )
+    new_plan["entries"].insert(0, entry)
+    comparison = compare_plans(run, write_plan_file, old_plan, new_plan)
     assert list_changes(comparison) == [("new", "+first", "")] and list_tasks(comparison) == [("new", "First", "")]
     assert comparison["versions"] == [] and comparison["different"] == []
 
 
-def test_objects_with_a_different_version_are_found(run: Run, write: Write) -> None:
-    old, new = make_example(), make_example()
-    new["entries"][0]["reads"] = {"/snapshots/before": "abcdefabcdef g1 f2", "/sandboxes/web": "0123456789ab g8 f0"}
-    comparison = compare(run, write, old, new)
+def test_objects_with_a_different_version_are_found(run: Run, write_plan_file: WritePlanFile) -> None:
+    old_plan, new_plan = make_example(), make_example()
+    new_plan["entries"][0]["reads"] = {
+        "/snapshots/before": "abcdefabcdef g1 f2",
+        "/sandboxes/web": "0123456789ab g8 f0",
+    }
+    comparison = compare_plans(run, write_plan_file, old_plan, new_plan)
     assert comparison["versions"] == [
         {"gateway": GATEWAY, "object": "/sandboxes/web", "old": "0123456789ab g7 f0", "new": "0123456789ab g8 f0"},
         {"gateway": GATEWAY, "object": "/snapshots/before", "old": "", "new": "abcdefabcdef g1 f2"},
     ]
     assert comparison["changes"] == comparison["tasks"] == comparison["different"] == []
-    text = run("plan", "compare", write(old, "old.json"), write(new, "new.json")).out
+    text = run("plan", "compare", write_plan_file(old_plan, "old.json"), write_plan_file(new_plan, "new.json")).out
     assert re.search(rf"^/snapshots/before +does not exist +abcdefabcdef g1 f2 +{URL}", text, re.MULTILINE)
 
 
-def test_the_order_of_different_hosts_is_ignored(run: Run, write: Write) -> None:
+def test_the_order_of_different_hosts_is_ignored(run: Run, write_plan_file: WritePlanFile) -> None:
     def make_host_entries(host: str, first_id: int) -> Iterator[dict[str, Any]]:
         planned_id = f"known-after-apply-{first_id:04x}"
         for task in ("Create", "Change"):
@@ -350,15 +359,15 @@ def test_the_order_of_different_hosts_is_ignored(run: Run, write: Write) -> None
             created = {"a": planned_id} if task == "Create" else {}
             yield make_entry(task, action, host=host, reads=reads, created=created)
 
-    old = make_plan(*make_host_entries("one", 9), *make_host_entries("two", 10))
-    new = make_plan(*make_host_entries("two", 9), *make_host_entries("one", 10))
-    assert compare(run, write, old, new)["equal"]
+    old_plan = make_plan(*make_host_entries("one", 9), *make_host_entries("two", 10))
+    new_plan = make_plan(*make_host_entries("two", 9), *make_host_entries("one", 10))
+    assert compare_plans(run, write_plan_file, old_plan, new_plan)["equal"]
 
 
-def test_the_order_of_the_tasks_of_a_host_is_compared(run: Run, write: Write) -> None:
-    old, new = make_example(), make_example()
-    new["entries"].reverse()
-    assert compare(run, write, old, new)["different"] == ["order of the tasks"]
+def test_the_order_of_the_tasks_of_a_host_is_compared(run: Run, write_plan_file: WritePlanFile) -> None:
+    old_plan, new_plan = make_example(), make_example()
+    new_plan["entries"].reverse()
+    assert compare_plans(run, write_plan_file, old_plan, new_plan)["different"] == ["order of the tasks"]
 
 
 @pytest.mark.parametrize(
@@ -374,10 +383,12 @@ def test_the_order_of_the_tasks_of_a_host_is_compared(run: Run, write: Write) ->
         ("task", "Fork them", ""),
     ],
 )
-def test_a_different_task_is_found(run: Run, write: Write, name: str, value: Any, property_name: str) -> None:
-    old, new = make_example(), make_example()
-    new["entries"][1][name] = value
-    comparison = compare(run, write, old, new)
+def test_a_different_task_is_found(
+    run: Run, write_plan_file: WritePlanFile, name: str, value: Any, property_name: str
+) -> None:
+    old_plan, new_plan = make_example(), make_example()
+    new_plan["entries"][1][name] = value
+    comparison = compare_plans(run, write_plan_file, old_plan, new_plan)
     if property_name:
         assert list_tasks(comparison) == [("both", "Fork it", property_name)]
     else:
@@ -385,33 +396,35 @@ def test_a_different_task_is_found(run: Run, write: Write, name: str, value: Any
     assert comparison["changes"] == comparison["versions"] == comparison["different"] == []
 
 
-def test_a_different_request_is_found(run: Run, write: Write) -> None:
-    old, new = make_example(), make_example()
-    new["entries"][1]["actions"][0]["request"] = {"count": 3}
-    assert list_tasks(compare(run, write, old, new)) == [("both", "Fork it", "requests")]
+def test_a_different_request_is_found(run: Run, write_plan_file: WritePlanFile) -> None:
+    old_plan, new_plan = make_example(), make_example()
+    new_plan["entries"][1]["actions"][0]["request"] = {"count": 3}
+    assert list_tasks(compare_plans(run, write_plan_file, old_plan, new_plan)) == [("both", "Fork it", "requests")]
 
 
-def test_hashes_of_secrets_are_not_compared(run: Run, write: Write) -> None:
+def test_hashes_of_secrets_are_not_compared(run: Run, write_plan_file: WritePlanFile) -> None:
     """Each plan has its own salts."""
-    old, new = make_example(), make_example()
-    for plan, salt in ((old, "aa"), (new, "bb")):
+    old_plan, new_plan = make_example(), make_example()
+    for plan, salt in ((old_plan, "aa"), (new_plan, "bb")):
         plan["entries"][1]["actions"][0]["request"] = {"env": f"pbkdf2-sha256:{salt}:{salt}"}
-    assert list_tasks(compare(run, write, old, new)) == []
+    assert list_tasks(compare_plans(run, write_plan_file, old_plan, new_plan)) == []
 
 
 @pytest.mark.parametrize(
     ("name", "value"),
     [("problems", ["it failed"]), ("playbooks", []), ("gateways", {GATEWAY: "https://other.example"})],
 )
-def test_a_different_property_of_the_plan_is_found(run: Run, write: Write, name: str, value: Any) -> None:
-    comparison = compare(run, write, make_example(), {**make_example(), name: value})
+def test_a_different_property_of_the_plan_is_found(
+    run: Run, write_plan_file: WritePlanFile, name: str, value: Any
+) -> None:
+    comparison = compare_plans(run, write_plan_file, make_example(), {**make_example(), name: value})
     assert comparison["different"] == [name] and comparison["changes"] == comparison["tasks"] == []
 
 
 # --- invalid files ---------------------------------------------------------------------------------------------------
 
 
-def check_refused(outcome: Outcome, words: str, code: int = 2) -> None:
+def check_refusal(outcome: Outcome, words: str, code: int = 2) -> None:
     assert outcome.code == code and outcome.out == "", outcome.out
     message, hint = outcome.err.splitlines()
     assert message.startswith("sandboxctl: ") and words in message and hint.startswith("  ")
@@ -421,28 +434,30 @@ def check_refused(outcome: Outcome, words: str, code: int = 2) -> None:
     ("name", "words"),
     [("two\nlines", "no key two lines"), ("\ud800", "is invalid: "), ("x" * 1000, "no key xxx")],
 )
-def test_an_unknown_key_is_shown_in_one_short_line(run: Run, write: Write, name: str, words: str) -> None:
-    outcome = run("plan", "show", write({**make_example(), name: 1}))
-    check_refused(outcome, words)
+def test_an_unknown_key_is_shown_in_one_short_line(
+    run: Run, write_plan_file: WritePlanFile, name: str, words: str
+) -> None:
+    outcome = run("plan", "show", write_plan_file({**make_example(), name: 1}))
+    check_refusal(outcome, words)
     assert len(outcome.err.splitlines()[0]) < 1000
 
 
-def test_a_file_that_cannot_be_read_is_refused(run: Run, write: Write, tmp_path: Path) -> None:
-    check_refused(run("plan", "show", str(tmp_path / "none.json")), "none.json' does not exist", code=3)
-    check_refused(run("plan", "show", str(tmp_path)), "cannot be read: Is a directory")
-    plan = write(make_example())
-    check_refused(run("plan", "compare", plan, str(tmp_path / "none.json")), "none.json' does not exist", code=3)
-    check_refused(run("plan", "compare", str(tmp_path), plan), "cannot be read: Is a directory")
+def test_a_file_that_cannot_be_read_is_refused(run: Run, write_plan_file: WritePlanFile, tmp_path: Path) -> None:
+    check_refusal(run("plan", "show", str(tmp_path / "none.json")), "none.json' does not exist", code=3)
+    check_refusal(run("plan", "show", str(tmp_path)), "cannot be read: Is a directory")
+    plan = write_plan_file(make_example())
+    check_refusal(run("plan", "compare", plan, str(tmp_path / "none.json")), "none.json' does not exist", code=3)
+    check_refusal(run("plan", "compare", str(tmp_path), plan), "cannot be read: Is a directory")
 
 
-EXAMPLE = serialize(make_example())
+EXAMPLE = serialize_plan(make_example())
 positions = st.integers(0, len(EXAMPLE) - 1)
 
 
 @settings(deadline=None)
 @given(content=positions.map(lambda length: EXAMPLE[:length]) | st.binary(max_size=50))
 def test_a_truncated_or_random_file_is_refused(content: bytes) -> None:
-    check_refused(run_on_content(content), "")
+    check_refusal(run_on_content(content), "")
 
 
 @settings(deadline=None)
@@ -450,7 +465,7 @@ def test_a_truncated_or_random_file_is_refused(content: bytes) -> None:
 def test_a_file_with_a_flipped_byte_is_refused(position: int, mask: int) -> None:
     content = bytearray(EXAMPLE)
     content[position] ^= mask
-    check_refused(run_on_content(bytes(content)), "")
+    check_refusal(run_on_content(bytes(content)), "")
 
 
 def run_on_content(content: bytes) -> Outcome:

@@ -13,47 +13,47 @@ import pytest
 
 from sandbox_gateway.hosts.base import MemoryDisk, SlowCommand, StorageCommands
 from tests.api.memory_gateway import ADMIN_KEY, READ_KEY, MemoryGateway
-from tests.cli.running import SANDBOXCTL_COMMAND, Run, check_succeeded
+from tests.cli.running import SANDBOXCTL_COMMAND, Run, check_success
 from tests.support.certificates import create_certificate
 from tests.support.waiting import wait_until
 
 
 def test_the_readme_walkthrough_works(run: Run) -> None:
-    assert "one" in check_succeeded(run("create", "base", "--name", "one", "--memory", "256M", "-m", "team=red")).out
-    check_succeeded(run("exec", "one", "--", "write", "k", "before"))
-    snapshot = check_succeeded(
+    assert "one" in check_success(run("create", "base", "--name", "one", "--memory", "256M", "-m", "team=red")).out
+    check_success(run("exec", "one", "--", "write", "k", "before"))
+    snapshot = check_success(
         run("snapshot", "create", "one", "--name", "s1", "--keep-last", "9", "--max-age", "7d", "--json")
     ).json
     assert snapshot["retention"] == {"keepLast": 9, "keepDaily": None, "maxAge": 604800}
-    check_succeeded(run("exec", "one", "write", "k", "after"))
-    assert snapshot["snapshotID"] in check_succeeded(run("rollback", "one", "s1")).out
-    assert check_succeeded(run("exec", "one", "read", "k")).out == "before"
-    forks = check_succeeded(run("snapshot", "fork", "s1", "-n", "3", "--json")).json
+    check_success(run("exec", "one", "write", "k", "after"))
+    assert snapshot["snapshotID"] in check_success(run("rollback", "one", "s1")).out
+    assert check_success(run("exec", "one", "read", "k")).out == "before"
+    forks = check_success(run("snapshot", "fork", "s1", "-n", "3", "--json")).json
     assert len(forks["sandboxes"]) == 3
-    assert len(check_succeeded(run("clone", "one", "--names", "a,b", "--json")).json["sandboxes"]) == 2
-    tree = check_succeeded(run("tree")).out
+    assert len(check_success(run("clone", "one", "--names", "a,b", "--json")).json["sandboxes"]) == 2
+    tree = check_success(run("tree")).out
     assert all(word in tree for word in ("template", "base", "one", "s1", "└──"))
     outcome = run("snapshot", "delete", "s1")
     assert outcome.code == 4 and "--when-unused" in outcome.err
-    assert "is hidden" in check_succeeded(run("snapshot", "delete", "s1", "--when-unused")).err
-    check_succeeded(run("kill", "one", "a", "b"))
-    assert [item["state"] for item in check_succeeded(run("list", "--json")).json] == ["running"] * 3
+    assert "is hidden" in check_success(run("snapshot", "delete", "s1", "--when-unused")).err
+    check_success(run("kill", "one", "a", "b"))
+    assert [item["state"] for item in check_success(run("list", "--json")).json] == ["running"] * 3
 
 
 def test_show_and_health_report_a_memory_root_that_is_not_mounted(run: Run, memory_gateway: MemoryGateway) -> None:
     host, original_room = memory_gateway.host, memory_gateway.host.available_room
     run("create", "base", "--name", "one")
-    snapshot = check_succeeded(run("snapshot", "create", "one", "--name", "s1", "--json")).json
-    assert "memoryProblem" not in check_succeeded(run("snapshot", "show", "s1")).out
+    snapshot = check_success(run("snapshot", "create", "one", "--name", "s1", "--json")).json
+    assert "memoryProblem" not in check_success(run("snapshot", "show", "s1")).out
     problem = "/memory is not mounted, because /memory/0123456789ab does not exist"
     try:
         host.memory_problems[snapshot["snapshotID"]] = problem
-        details = check_succeeded(run("snapshot", "show", "s1")).out
+        details = check_success(run("snapshot", "show", "s1")).out
         assert re.search(rf"^memoryProblem +{problem}$", details, re.MULTILINE)
         host.available_room = replace(original_room, memory_disk=MemoryDisk("/memory", 1 << 30, 2 << 30))
-        assert "memory root /memory: 1.0 GiB of 2.0 GiB free" in check_succeeded(run("health")).out.splitlines()
+        assert "memory root /memory: 1.0 GiB of 2.0 GiB free" in check_success(run("health")).out.splitlines()
         host.available_room = replace(original_room, memory_disk=MemoryDisk("/memory", problem=problem))
-        assert f"memory root /memory: {problem}" in check_succeeded(run("health")).out.splitlines()
+        assert f"memory root /memory: {problem}" in check_success(run("health")).out.splitlines()
     finally:
         host.available_room = original_room
         host.memory_problems.clear()
@@ -68,7 +68,7 @@ def test_health_and_metrics_report_commands_that_hang(run: Run, memory_gateway: 
     commands = [SlowCommand("zfs snapshot", "p/a", 1e9, False), SlowCommand("zfs destroy", "p/b", 1e9 + 1, True)]
     try:
         memory_gateway.host.current_storage_commands = StorageCommands(commands, 3)
-        status_line, *lines = check_succeeded(run("health")).out.splitlines()
+        status_line, *lines = check_success(run("health")).out.splitlines()
         assert status_line.startswith("degraded: memory, version")
         assert "has been running since 2001-09-09T01:46:40Z: zfs snapshot p/a" in lines
         assert "has been hanging in the kernel since 2001-09-09T01:46:41Z: zfs destroy p/b" in lines
@@ -79,7 +79,7 @@ def test_health_and_metrics_report_commands_that_hang(run: Run, memory_gateway: 
         assert metrics["sandbox_gateway_zfs_slow_commands"] == "2.0"
         assert metrics["sandbox_gateway_zfs_timeouts_total"] == "3.0"
         memory_gateway.host.current_storage_commands = StorageCommands([], 3)
-        assert check_succeeded(run("health")).out.startswith("ok: ")
+        assert check_success(run("health")).out.startswith("ok: ")
         metrics = read_metrics()
         assert metrics["sandbox_gateway_zfs_slow_commands"] == "0.0"
         assert metrics["sandbox_gateway_zfs_timeouts_total"] == "3.0"
@@ -90,25 +90,25 @@ def test_health_and_metrics_report_commands_that_hang(run: Run, memory_gateway: 
 def test_tables_are_printed_by_default(run: Run) -> None:
     run("create", "base", "--name", "one", "--timeout", "2h")
     run("snapshot", "create", "one", "--name", "s1")
-    sandbox_table = check_succeeded(run("list")).out
+    sandbox_table = check_success(run("list")).out
     assert re.search(r"^NAME +ID +STATE", sandbox_table)
     assert re.search(r"one +[0-9a-f]{12} +running +base +[0-9a-f]{12} +1 +256 MiB +\d+ s +ends in 119 m", sandbox_table)
-    snapshot_table = check_succeeded(run("snapshot", "list")).out
+    snapshot_table = check_success(run("snapshot", "list")).out
     assert re.search(r"s1 +[0-9a-f]{12} +[0-9a-f]{12} +incremental +4.0 KiB +1.5 KiB +6.2 ms +0", snapshot_table)
     assert re.search(
-        r"base +[0-9a-f]{12} +ready +1 +256 MiB +2 GiB +incremental", check_succeeded(run("template", "list")).out
+        r"base +[0-9a-f]{12} +ready +1 +256 MiB +2 GiB +incremental", check_success(run("template", "list")).out
     )
-    details = check_succeeded(run("show", "one")).out
+    details = check_success(run("show", "one")).out
     assert "256 MiB" in details and "AccessToken" not in details
     assert (
-        "KiB" in check_succeeded(run("snapshot", "show", "s1")).out
-        and "debootstrap" in check_succeeded(run("template", "show", "base")).out
+        "KiB" in check_success(run("snapshot", "show", "s1")).out
+        and "debootstrap" in check_success(run("template", "show", "base")).out
     )
-    assert check_succeeded(run("usage", "one")).out == "disk 195 KiB, memory 3.0 MiB\n"
-    status_line, disk, memory = check_succeeded(run("health")).out.splitlines()
+    assert check_success(run("usage", "one")).out == "disk 195 KiB, memory 3.0 MiB\n"
+    status_line, disk_line, memory_line = check_success(run("health")).out.splitlines()
     assert status_line.startswith("ok: memory, version")
-    assert disk.startswith("disk: 50.0 GiB of 100 GiB free, ") and disk.endswith(" promised to sandboxes")
-    assert memory == "memory: 8.0 GiB of 16.0 GiB free, 256 MiB promised to sandboxes"
+    assert disk_line.startswith("disk: 50.0 GiB of 100 GiB free, ") and disk_line.endswith(" promised to sandboxes")
+    assert memory_line == "memory: 8.0 GiB of 16.0 GiB free, 256 MiB promised to sandboxes"
 
 
 def test_a_stalled_sandbox_is_shown_with_the_reason(run: Run, memory_gateway: MemoryGateway) -> None:
@@ -119,7 +119,7 @@ def test_a_stalled_sandbox_is_shown_with_the_reason(run: Run, memory_gateway: Me
         host.available_room = replace(original_room, disk_free=0)
         host.stalled_instances.add(sandbox.instance)
         wait_until(lambda: "no space left" in run("show", "one", "--json").json["stateReason"])
-        assert f"stopped, because the disk has no space left: {sandbox.id}" in check_succeeded(run("health")).out
+        assert f"stopped, because the disk has no space left: {sandbox.id}" in check_success(run("health")).out
         refusal = run("snapshot", "create", "one", "--name", "more")
         assert refusal.code != 0 and "less than 512 MiB of disk space free" in refusal.err
     finally:
@@ -127,29 +127,27 @@ def test_a_stalled_sandbox_is_shown_with_the_reason(run: Run, memory_gateway: Me
     wait_until(lambda: run("show", "one", "--json").json["stateReason"] == "")
 
 
-def test_json_is_the_only_standard_output(run: Run) -> None:
+def test_only_json_is_printed_to_standard_output(run: Run) -> None:
     run("create", "base", "--name", "one")
     for command in (("list",), ("show", "one"), ("snapshot", "list"), ("template", "list"), ("tree",), ("health",)):
         assert run(*command, "--json").json is not None
         assert run("--json", *command).json is not None
-    outcome = check_succeeded(run("template", "build", "base", "-p", "python3", "--json"))
+    outcome = check_success(run("template", "build", "base", "-p", "python3", "--json"))
     assert outcome.json["buildStatus"] == "ready"
 
 
 def test_empty_lists_print_a_hint(run: Run) -> None:
-    outcome = check_succeeded(run("list"))
+    outcome = check_success(run("list"))
     assert outcome.out == "" and "sandboxctl create" in outcome.err
-    assert check_succeeded(run("list", "--json")).json == []
+    assert check_success(run("list", "--json")).json == []
 
 
 def test_exec_forwards_input_output_and_exit_code(run: Run) -> None:
     run("create", "base", "--name", "one")
     outcome = run("exec", "one", "--", "exit", "42")
     assert outcome.code == 42 and outcome.err == "leaving\n" and outcome.out == ""
-    assert check_succeeded(run("exec", "-i", "one", "cat", stdin=b"through\n")).out == "through\n"
-    received_options = check_succeeded(
-        run("exec", "-e", "A=b=c", "--cwd", "/srv", "--user", "nobody", "one", "env")
-    ).json
+    assert check_success(run("exec", "-i", "one", "cat", stdin=b"through\n")).out == "through\n"
+    received_options = check_success(run("exec", "-e", "A=b=c", "--cwd", "/srv", "--user", "nobody", "one", "env")).json
     assert received_options == {"env": {"A": "b=c"}, "cwd": "/srv", "user": "nobody"}
     assert run("exec", "one", "nosuch").code == 127
     assert run("--json", "exec", "one", "exit", "3").json["exitCode"] == 3
@@ -157,39 +155,39 @@ def test_exec_forwards_input_output_and_exit_code(run: Run) -> None:
 
 def test_a_sandbox_is_paused_resumed_renamed_and_promoted(run: Run) -> None:
     run("create", "base", "--name", "one")
-    check_succeeded(run("pause", "one"))
-    assert "paused" in check_succeeded(run("list", "--state", "paused")).out
-    assert "running" in check_succeeded(run("resume", "one", "--timeout", "1h")).out
-    assert "uno" in check_succeeded(run("rename", "one", "uno")).out
-    fork_id = check_succeeded(run("clone", "uno", "--json")).json["sandboxes"][0]["sandboxID"]
+    check_success(run("pause", "one"))
+    assert "paused" in check_success(run("list", "--state", "paused")).out
+    assert "running" in check_success(run("resume", "one", "--timeout", "1h")).out
+    assert "uno" in check_success(run("rename", "one", "uno")).out
+    fork_id = check_success(run("clone", "uno", "--json")).json["sandboxes"][0]["sandboxID"]
     run("exec", fork_id, "write", "k", "won")
-    assert "uno" in check_succeeded(run("promote", fork_id)).out
+    assert "uno" in check_success(run("promote", fork_id)).out
     assert run("exec", "uno", "read", "k").out == "won"
 
 
 def test_building_a_template_prints_its_log(memory_gateway: MemoryGateway, run: Run, tmp_path: Path) -> None:
-    first_outcome = check_succeeded(
+    first_outcome = check_success(
         run("template", "build", "web", "-p", "nginx,curl", "--setup", "touch /x", "--memory", "1G")
     )
     assert "$ touch /x" in first_outcome.err and "ready" in first_outcome.err
     assert re.search(r"web +[0-9a-f]{12} +ready +1 +1 GiB", first_outcome.out)
-    second_outcome = check_succeeded(
+    second_outcome = check_success(
         run("template", "build", "web", "-p", "curl", "-p", "nginx", "--setup", "touch /x", "--memory", "1G")
     )
     assert second_outcome.err == "", "the same recipe is not built again"
     toml_recipe_file = tmp_path / "recipe.toml"
     toml_recipe_file.write_text('name = "filed"\nsetup = ["touch /y"]\nmemoryMB = 128\n')
-    assert check_succeeded(run("template", "build", "-f", str(toml_recipe_file), "--json")).json["recipe"]["setup"] == [
+    assert check_success(run("template", "build", "-f", str(toml_recipe_file), "--json")).json["recipe"]["setup"] == [
         "touch /y"
     ]
     json_recipe_file = tmp_path / "recipe.json"
     json_recipe_file.write_text('{"setup": ["touch /z"]}')
-    assert check_succeeded(run("template", "build", "named", "-f", str(json_recipe_file), "--json")).json["names"] == [
+    assert check_success(run("template", "build", "named", "-f", str(json_recipe_file), "--json")).json["names"] == [
         "named"
     ]
     failed_outcome = run("template", "build", "bad", "--setup", "fail")
     assert failed_outcome.code == 1 and "exit code 1" in failed_outcome.err and "fix the recipe" in failed_outcome.err
-    check_succeeded(run("template", "delete", "web", "filed", "named"))
+    check_success(run("template", "delete", "web", "filed", "named"))
     assert run("template", "show", "web").code == 3
 
 
@@ -222,7 +220,7 @@ def test_invalid_recipe_files_are_refused(run: Run, tmp_path: Path, text: str, n
     ],
 )
 def test_failures_have_a_message_and_an_exit_code(run: Run, args: tuple[str, ...], code: int, words: str) -> None:
-    check_succeeded(run("create", "base", "--name", "one"))
+    check_success(run("create", "base", "--name", "one"))
     outcome = run(*args)
     assert outcome.code == code, outcome.err
     assert words in outcome.err and outcome.out == ""
@@ -284,7 +282,7 @@ def test_every_page_of_a_long_list_is_printed(run: Run, monkeypatch: pytest.Monk
         "_remove_empty",
         lambda params: original_remove_empty({**params, "limit": 2} if "limit" in params else params),
     )
-    assert len(check_succeeded(run("list", "--json")).json) == 5
+    assert len(check_success(run("list", "--json")).json) == 5
 
 
 def test_a_gateway_with_tls_is_trusted_only_with_its_certificate_authority(
@@ -297,7 +295,7 @@ def test_a_gateway_with_tls_is_trusted_only_with_its_certificate_authority(
         refusal = run("list", url=url, token=READ_KEY)
         assert refusal.code == 5 and "certificate verify failed" in refusal.err and "SSL_CERT_FILE" in refusal.err
         monkeypatch.setenv("SSL_CERT_FILE", str(cert))
-        assert check_succeeded(run("list", "--json", url=url, token=READ_KEY)).json == []
+        assert check_success(run("list", "--json", url=url, token=READ_KEY)).json == []
         assert run("list", url=url, token="wrong-key-0123456789").code == 5
     finally:
         gateway.end()
@@ -377,20 +375,20 @@ def test_progress_is_shown_on_a_terminal(memory_gateway: MemoryGateway, run: Run
 
 def test_forks_are_prewarmed(run: Run) -> None:
     run("create", "base", "--name", "one")
-    snapshot = check_succeeded(run("snapshot", "create", "one", "--name", "warm", "--prewarm", "1", "--json")).json
+    snapshot = check_success(run("snapshot", "create", "one", "--name", "warm", "--prewarm", "1", "--json")).json
     assert snapshot["prewarm"]["target"] == 1
-    wait_until(lambda: "1 of 1 ready" in check_succeeded(run("snapshot", "show", "warm")).out)
-    assert check_succeeded(run("snapshot", "prewarm", "warm", "2")).out in ("1 of 2 ready\n", "2 of 2 ready\n")
-    assert check_succeeded(run("snapshot", "prewarm", "warm", "0", "--json")).json["target"] == 0
-    check_succeeded(run("template", "build", "base", "-p", "python3", "--prewarm", "1"))
-    wait_until(lambda: "1 of 1 ready" in check_succeeded(run("template", "show", "base")).out)
-    check_succeeded(run("snapshot", "prewarm", "base", "0"))
+    wait_until(lambda: "1 of 1 ready" in check_success(run("snapshot", "show", "warm")).out)
+    assert check_success(run("snapshot", "prewarm", "warm", "2")).out in ("1 of 2 ready\n", "2 of 2 ready\n")
+    assert check_success(run("snapshot", "prewarm", "warm", "0", "--json")).json["target"] == 0
+    check_success(run("template", "build", "base", "-p", "python3", "--prewarm", "1"))
+    wait_until(lambda: "1 of 1 ready" in check_success(run("template", "show", "base")).out)
+    check_success(run("snapshot", "prewarm", "base", "0"))
     refusal = run("snapshot", "prewarm", "warm", "65")
     assert refusal.code != 0 and "prewarm.maximum" in refusal.err
 
 
 def test_a_failed_boot_shows_the_end_of_the_console(run: Run, memory_gateway: MemoryGateway) -> None:
-    memory_gateway.host.dead_console = "Loading\r\nKernel panic: no init found\r\n"
+    memory_gateway.host.failed_boot_console = "Loading\r\nKernel panic: no init found\r\n"
     try:
         outcome = run("create", "base", "--name", "one", "--cold-start")
         assert outcome.code == 1 and outcome.out == ""
@@ -400,4 +398,4 @@ def test_a_failed_boot_shows_the_end_of_the_console(run: Run, memory_gateway: Me
         build_outcome = run("template", "build", "unbootable")
         assert build_outcome.code == 1 and build_outcome.err.count("Kernel panic: no init found") >= 1
     finally:
-        memory_gateway.host.dead_console = None
+        memory_gateway.host.failed_boot_console = None

@@ -56,8 +56,8 @@ class ServiceManager:
     def receive_until(self, state: bytes) -> list[bytes]:
         """Wait for the notification ``state``, and return the notifications that arrived before it."""
         states: list[bytes] = []
-        while (state_received := self.receive()) != state:
-            states.append(state_received)
+        while (received_state := self.receive()) != state:
+            states.append(received_state)
         return states
 
     def stop(self, signal_number: signal.Signals) -> str:

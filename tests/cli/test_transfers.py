@@ -12,7 +12,7 @@ import pytest
 from tests.api.memory_gateway import ADMIN_KEY, MemoryGateway
 from tests.api.memory_host import MemorySource
 from tests.api.test_transfers import make_foreign_file
-from tests.cli.running import SANDBOXCTL_COMMAND, Run, check_succeeded
+from tests.cli.running import SANDBOXCTL_COMMAND, Run, check_success
 
 
 @pytest.fixture
@@ -22,78 +22,78 @@ def taken_snapshot(api: httpx.Client) -> None:
     api.post("/sandboxes/source/snapshots", json={"name": "taken"}).raise_for_status()
 
 
-@pytest.mark.parametrize("over_tcp", [False, True], ids=["unix", "tcp"])
+@pytest.mark.parametrize("uses_tcp", [False, True], ids=["unix", "tcp"])
 def test_a_snapshot_is_exported_and_imported(
-    run: Run, memory_gateway: MemoryGateway, taken_snapshot: None, tmp_path: Path, over_tcp: bool
+    run: Run, memory_gateway: MemoryGateway, taken_snapshot: None, tmp_path: Path, uses_tcp: bool
 ) -> None:
-    options = {"url": memory_gateway.url, "token": ADMIN_KEY} if over_tcp else {}
+    options = {"url": memory_gateway.url, "token": ADMIN_KEY} if uses_tcp else {}
     file = tmp_path / "taken.snapshot"
-    exported = check_succeeded(run("snapshot", "export", "taken", str(file), **options))
-    assert exported.out == f"{file}: {file.stat().st_size} bytes\n"
+    export_outcome = check_success(run("snapshot", "export", "taken", str(file), **options))
+    assert export_outcome.out == f"{file}: {file.stat().st_size} bytes\n"
     assert file.stat().st_mode & 0o777 == 0o600 and [*tmp_path.iterdir()] == [file]
-    refused = run("snapshot", "import", str(file), **options)
-    assert refused.code == 4 and "choose another name" in refused.err
-    imported = check_succeeded(run("--json", "snapshot", "import", str(file), "--name", "copy", **options)).json
-    assert imported["names"] == ["copy"]
-    assert "copy" in check_succeeded(run("snapshot", "list")).out
+    refusal = run("snapshot", "import", str(file), **options)
+    assert refusal.code == 4 and "choose another name" in refusal.err
+    imported_snapshot = check_success(run("--json", "snapshot", "import", str(file), "--name", "copy", **options)).json
+    assert imported_snapshot["names"] == ["copy"]
+    assert "copy" in check_success(run("snapshot", "list")).out
 
 
 def test_an_import_without_memory_says_why(
     run: Run, memory_gateway: MemoryGateway, taken_snapshot: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    check_succeeded(run("snapshot", "export", "taken", str(tmp_path / "file")))
+    check_success(run("snapshot", "export", "taken", str(tmp_path / "file")))
     monkeypatch.setattr(memory_gateway.host, "import_problem", "it was captured elsewhere")
-    outcome = check_succeeded(run("snapshot", "import", str(tmp_path / "file"), "--name", "copy"))
+    outcome = check_success(run("snapshot", "import", str(tmp_path / "file"), "--name", "copy"))
     assert "imported without its memory, so forks boot from the disk: it was captured elsewhere" in outcome.err
 
 
 def test_a_signer_is_trusted_by_its_fingerprint(run: Run, memory_gateway: MemoryGateway, tmp_path: Path) -> None:
     contents, fingerprint = make_foreign_file()
     (tmp_path / "file").write_bytes(contents)
-    refused = run("snapshot", "import", str(tmp_path / "file"))
-    assert refused.code == 1 and fingerprint in refused.err and "--trust" in refused.err
-    check_succeeded(run("snapshot", "import", str(tmp_path / "file"), "--trust", "0" * 64, "--trust", fingerprint))
-    own = check_succeeded(run("snapshot", "signer")).out.strip()
-    assert own == check_succeeded(run("--json", "snapshot", "signer")).json["fingerprint"] != fingerprint
+    refusal = run("snapshot", "import", str(tmp_path / "file"))
+    assert refusal.code == 1 and fingerprint in refusal.err and "--trust" in refusal.err
+    check_success(run("snapshot", "import", str(tmp_path / "file"), "--trust", "0" * 64, "--trust", fingerprint))
+    own_fingerprint = check_success(run("snapshot", "signer")).out.strip()
+    assert own_fingerprint == check_success(run("--json", "snapshot", "signer")).json["fingerprint"] != fingerprint
 
 
 def test_files_can_be_piped(run: Run, memory_gateway: MemoryGateway, taken_snapshot: None) -> None:
     command = [*SANDBOXCTL_COMMAND, "--url", memory_gateway.unix_url, "snapshot", "export", "taken", "-"]
-    exported = subprocess.run(command, capture_output=True, check=True, timeout=60)
-    assert exported.stderr == b""
-    check_succeeded(run("snapshot", "import", "-", "--name", "copy", stdin=exported.stdout))
+    export_process = subprocess.run(command, capture_output=True, check=True, timeout=60)
+    assert export_process.stderr == b""
+    check_success(run("snapshot", "import", "-", "--name", "copy", stdin=export_process.stdout))
 
 
 def test_the_error_of_a_large_file_that_is_refused_early_is_shown(run: Run, tmp_path: Path) -> None:
     with (tmp_path / "file").open("wb") as file:
         file.truncate(64 << 20)
-    refused = run("snapshot", "import", str(tmp_path / "file"))
-    assert refused.code == 2 and "not a snapshot file" in refused.err
+    refusal = run("snapshot", "import", str(tmp_path / "file"))
+    assert refusal.code == 2 and "not a snapshot file" in refusal.err
 
 
 def test_an_export_that_fails_leaves_no_file(
     run: Run, memory_gateway: MemoryGateway, taken_snapshot: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    read, file = MemorySource.read, tmp_path / "file"
+    original_read, file = MemorySource.read, tmp_path / "file"
     assert run("snapshot", "export", "nothing", str(file)).code == 3
 
     def fail(source: MemorySource, part: str, *args: int) -> bytes:
         if part == "memory":
             raise OSError(5, "Input/output error")
-        return read(source, part, *args)  # type: ignore[arg-type]
+        return original_read(source, part, *args)  # type: ignore[arg-type]
 
     monkeypatch.setattr(MemorySource, "read", fail)
-    lost = run("snapshot", "export", "taken", str(file))
-    assert lost.code == 5 and "was lost" in lost.err
+    lost_outcome = run("snapshot", "export", "taken", str(file))
+    assert lost_outcome.code == 5 and "was lost" in lost_outcome.err
     monkeypatch.undo()
     assert [*tmp_path.iterdir()] == []
     file.write_text("mine")
-    refused = run("snapshot", "export", "taken", str(file))
-    assert refused.code == 2 and "exists" in refused.err and file.read_text() == "mine"
+    refusal = run("snapshot", "export", "taken", str(file))
+    assert refusal.code == 2 and "exists" in refusal.err and file.read_text() == "mine"
     assert run("snapshot", "export", "taken", str(tmp_path / "no" / "file")).code == 2
     assert run("snapshot", "import", str(tmp_path / "no")).code == 2
 
 
 def test_an_export_prints_json_on_request(run: Run, taken_snapshot: None, tmp_path: Path) -> None:
-    outcome = check_succeeded(run("--json", "snapshot", "export", "taken", str(tmp_path / "file"), "--no-memory"))
+    outcome = check_success(run("--json", "snapshot", "export", "taken", str(tmp_path / "file"), "--no-memory"))
     assert json.loads(outcome.out)["bytes"] == (tmp_path / "file").stat().st_size

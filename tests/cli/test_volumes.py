@@ -10,68 +10,68 @@ import pytest
 from sandbox_gateway.cli import formats
 from sandbox_gateway.cli.failure import Failure, create_failure_from_response
 from tests.api.memory_gateway import READ_KEY, MemoryGateway
-from tests.cli.running import Run, check_succeeded
+from tests.cli.running import Run, check_success
 
 
 def test_a_volume_is_created_mounted_rolled_back_and_deleted(run: Run) -> None:
-    assert re.search(r"data +1 GiB +0 B +- +- +\d+ s", check_succeeded(run("volume", "create", "data")).out)
-    check_succeeded(run("create", "base", "--name", "one", "--volume", "data:/srv/data"))
-    assert re.search(r"data +2 GiB +0 B +one", check_succeeded(run("volume", "grow", "data", "2G")).out)
-    snapshot = check_succeeded(run("volume", "snapshot", "data", "--name", "monday", "--json")).json
+    assert re.search(r"data +1 GiB +0 B +- +- +\d+ s", check_success(run("volume", "create", "data")).out)
+    check_success(run("create", "base", "--name", "one", "--volume", "data:/srv/data"))
+    assert re.search(r"data +2 GiB +0 B +one", check_success(run("volume", "grow", "data", "2G")).out)
+    snapshot = check_success(run("volume", "snapshot", "data", "--name", "monday", "--json")).json
     assert re.search(
-        rf"monday +{snapshot['snapshotID']} +2 GiB +-", check_succeeded(run("volume", "snapshots", "data")).out
+        rf"monday +{snapshot['snapshotID']} +2 GiB +-", check_success(run("volume", "snapshots", "data")).out
     )
-    copy_output = check_succeeded(run("volume", "create", "copy", "--from", "data@monday", "--size", "3G")).out
+    copy_output = check_success(run("volume", "create", "copy", "--from", "data@monday", "--size", "3G")).out
     assert re.search(rf"copy +3 GiB +0 B +- +{snapshot['snapshotID']}", copy_output)
-    outcome = check_succeeded(run("volume", "attach", "one", "copy:/srv/copy:ro"))
+    outcome = check_success(run("volume", "attach", "one", "copy:/srv/copy:ro"))
     assert "mounted in one: copy:/srv/copy:ro" in outcome.out
-    check_succeeded(run("volume", "detach", "one", "copy", "data"))
-    assert "data was rolled back to monday" in check_succeeded(run("volume", "rollback", "data", "monday")).out
-    check_succeeded(run("volume", "delete", "copy", "data@monday", "data"))
-    assert check_succeeded(run("volume", "list", "--json")).json == []
+    check_success(run("volume", "detach", "one", "copy", "data"))
+    assert "data was rolled back to monday" in check_success(run("volume", "rollback", "data", "monday")).out
+    check_success(run("volume", "delete", "copy", "data@monday", "data"))
+    assert check_success(run("volume", "list", "--json")).json == []
 
 
 def test_volume_tables_are_printed_by_default(run: Run) -> None:
-    outcome = check_succeeded(run("volume", "list"))
+    outcome = check_success(run("volume", "list"))
     assert outcome.out == "" and "sandboxctl volume create" in outcome.err
-    check_succeeded(run("volume", "create", "data"))
-    assert "sandboxctl volume snapshot data" in check_succeeded(run("volume", "snapshots", "data")).err
+    check_success(run("volume", "create", "data"))
+    assert "sandboxctl volume snapshot data" in check_success(run("volume", "snapshots", "data")).err
     for name in ("a", "b", "c"):
-        check_succeeded(run("create", "base", "--name", name, "--volume", "data:/srv/data:ro"))
-    table = check_succeeded(run("volume", "list")).out
+        check_success(run("create", "base", "--name", name, "--volume", "data:/srv/data:ro"))
+    table = check_success(run("volume", "list")).out
     assert re.search(r"^NAME +SIZE +USED +MOUNTED BY", table) and "a, b, c" in table
-    check_succeeded(run("create", "base", "--name", "d", "--volume", "data:/srv/data"))
-    assert "4 sandboxes" in check_succeeded(run("volume", "list")).out
-    check_succeeded(run("pause", "a"))
-    details = check_succeeded(run("volume", "show", "data")).out
+    check_success(run("create", "base", "--name", "d", "--volume", "data:/srv/data"))
+    assert "4 sandboxes" in check_success(run("volume", "list")).out
+    check_success(run("pause", "a"))
+    details = check_success(run("volume", "show", "data")).out
     assert re.search(r"a \([0-9a-f]{12}, paused\) at /srv/data, read-only *\n", details)
     assert re.search(r"d \([0-9a-f]{12}, running\) at /srv/data *\n", details)
     assert re.search(r"sizeMB +1 GiB", details) and "token" not in details
-    assert "data:/srv/data:ro" in check_succeeded(run("show", "a")).out
+    assert "data:/srv/data:ro" in check_success(run("show", "a")).out
 
 
 def test_volumes_are_printed_as_json(run: Run) -> None:
-    volume = check_succeeded(run("volume", "create", "data", "--size", "128M", "--json")).json
+    volume = check_success(run("volume", "create", "data", "--size", "128M", "--json")).json
     assert volume["sizeMB"] == 128 and volume["token"]
-    check_succeeded(run("create", "base", "--name", "one"))
+    check_success(run("create", "base", "--name", "one"))
     mount = {"name": "data", "path": "/srv/a:ro/b", "readOnly": False}
-    assert check_succeeded(run("volume", "attach", "one", "data:/srv/a:ro/b", "--json")).json == mount
-    assert check_succeeded(run("--json", "volume", "show", "data")).json["mounts"][0]["path"] == "/srv/a:ro/b"
-    assert check_succeeded(run("volume", "snapshot", "data", "--json")).json["volumeID"] == "data"
-    assert len(check_succeeded(run("volume", "snapshots", "data", "--json")).json) == 1
-    assert check_succeeded(run("volume", "grow", "data", "1G", "--json")).json["sizeMB"] == 1024
+    assert check_success(run("volume", "attach", "one", "data:/srv/a:ro/b", "--json")).json == mount
+    assert check_success(run("--json", "volume", "show", "data")).json["mounts"][0]["path"] == "/srv/a:ro/b"
+    assert check_success(run("volume", "snapshot", "data", "--json")).json["volumeID"] == "data"
+    assert len(check_success(run("volume", "snapshots", "data", "--json")).json) == 1
+    assert check_success(run("volume", "grow", "data", "1G", "--json")).json["sizeMB"] == 1024
 
 
 def test_volumes_are_captured_and_forked(run: Run) -> None:
     for name in ("data", "lib"):
-        check_succeeded(run("volume", "create", name))
-    check_succeeded(run("create", "base", "--name", "one", "--volume", "data:/srv/data", "--volume", "lib:/srv/lib:ro"))
-    snapshot = check_succeeded(run("snapshot", "create", "one", "--name", "s1", "--volumes", "data,lib", "--json")).json
+        check_success(run("volume", "create", name))
+    check_success(run("create", "base", "--name", "one", "--volume", "data:/srv/data", "--volume", "lib:/srv/lib:ro"))
+    snapshot = check_success(run("snapshot", "create", "one", "--name", "s1", "--volumes", "data,lib", "--json")).json
     assert [part["name"] for part in snapshot["volumes"]] == ["data", "lib"]
-    assert f"data@{snapshot['volumes'][0]['snapshotID']}" in check_succeeded(run("snapshot", "show", "s1")).out
+    assert f"data@{snapshot['volumes'][0]['snapshotID']}" in check_success(run("snapshot", "show", "s1")).out
 
     def fork_and_list_mounts(*args: str) -> Any:
-        sandboxes = check_succeeded(run(*args, "--json")).json["sandboxes"]
+        sandboxes = check_success(run(*args, "--json")).json["sandboxes"]
         return [formats.format_mount(mount) for mount in sandboxes[0]["volumeMounts"]]
 
     captured_mounts = ["data:/srv/data", "lib:/srv/lib:ro"]
@@ -89,7 +89,7 @@ def test_volumes_are_captured_and_forked(run: Run) -> None:
     assert fork_and_list_mounts("clone", "one", "--names", "twin", "--volume", "data:/srv/data:clone") == [
         "twin-data:/srv/data"
     ]
-    sandbox = check_succeeded(run("create", "s1", "--name", "plain", "--no-volumes", "--json")).json
+    sandbox = check_success(run("create", "s1", "--name", "plain", "--no-volumes", "--json")).json
     assert sandbox["volumeMounts"] == []
 
 
@@ -120,12 +120,12 @@ def test_volumes_are_captured_and_forked(run: Run) -> None:
 )
 def test_failures_have_a_message_and_a_hint(run: Run, args: tuple[str, ...], code: int, words: str) -> None:
     for name in ("data", "held"):
-        check_succeeded(run("volume", "create", name))
-    check_succeeded(run("create", "base", "--name", "one", "--volume", "data:/srv/data", "--volume", "held:/srv/held"))
-    check_succeeded(run("create", "base", "--name", "two"))
-    check_succeeded(run("volume", "snapshot", "data", "--name", "monday"))
-    check_succeeded(run("snapshot", "create", "one", "--volumes", "held"))
-    check_succeeded(run("volume", "detach", "one", "held"))
+        check_success(run("volume", "create", name))
+    check_success(run("create", "base", "--name", "one", "--volume", "data:/srv/data", "--volume", "held:/srv/held"))
+    check_success(run("create", "base", "--name", "two"))
+    check_success(run("volume", "snapshot", "data", "--name", "monday"))
+    check_success(run("snapshot", "create", "one", "--volumes", "held"))
+    check_success(run("volume", "detach", "one", "held"))
     outcome = run(*args)
     assert outcome.code == code, outcome.err
     assert words in outcome.err and outcome.out == ""
@@ -142,16 +142,16 @@ def test_the_hint_for_a_cloned_volume_is_to_delete_it() -> None:
 
 
 def test_force_and_with_snapshots_override_refusals(run: Run) -> None:
-    check_succeeded(run("volume", "create", "data"))
-    check_succeeded(run("create", "base", "--name", "one", "--volume", "data:/srv/data"))
-    check_succeeded(run("volume", "snapshot", "data", "--name", "monday"))
-    check_succeeded(run("volume", "rollback", "data", "monday", "--force"))
-    check_succeeded(run("volume", "detach", "one", "data"))
-    check_succeeded(run("volume", "delete", "data", "--with-snapshots"))
+    check_success(run("volume", "create", "data"))
+    check_success(run("create", "base", "--name", "one", "--volume", "data:/srv/data"))
+    check_success(run("volume", "snapshot", "data", "--name", "monday"))
+    check_success(run("volume", "rollback", "data", "monday", "--force"))
+    check_success(run("volume", "detach", "one", "data"))
+    check_success(run("volume", "delete", "data", "--with-snapshots"))
 
 
 def test_a_read_only_key_cannot_delete_a_volume(memory_gateway: MemoryGateway, run: Run) -> None:
-    check_succeeded(run("volume", "create", "data"))
+    check_success(run("volume", "create", "data"))
     assert run("volume", "show", "data", url=memory_gateway.url, token=READ_KEY).code == 0
     outcome = run("volume", "delete", "data", url=memory_gateway.url, token=READ_KEY)
     assert outcome.code == 5 and "wider scope" in outcome.err

@@ -144,7 +144,7 @@ def test_a_stopped_machine_is_recorded_even_if_the_save_fails(runner: EngineRunn
     _wait_until(lambda: runner.get_sandbox("box").state is SandboxState.PAUSED)
     host.is_broken = False
     runner.do(runner.engine.sandboxes.update("box", metadata={"a": "b"}))
-    record = host.saved[runner.get_sandbox("box").id]
+    record = host.saved_sandboxes[runner.get_sandbox("box").id]
     assert record.state is SandboxState.PAUSED and record.state_reason, "the next save does not include the stop"
 
 

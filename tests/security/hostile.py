@@ -92,20 +92,20 @@ def check_others_are_served(client: httpx.Client, attack: Callable[[], httpx.Res
 class LoopMonitor:
     """Measures the longest time for which a single task blocks the gateway's event loop.
 
-    ``longest`` is CPU time in seconds, so other processes on this machine do not affect it.
+    ``longest_block_seconds`` is CPU time in seconds, so other processes on this machine do not affect it.
     """
 
     def __init__(self, memory_gateway: MemoryGateway) -> None:
         self._loop = memory_gateway.loop
         self._task: asyncio.Task[None] | None = None
-        self.longest = 0.0
+        self.longest_block_seconds = 0.0
 
     async def _watch(self) -> None:
         time_before = time.thread_time()
         while True:
             await asyncio.sleep(0)
             now = time.thread_time()
-            self.longest, time_before = max(self.longest, now - time_before), now
+            self.longest_block_seconds, time_before = max(self.longest_block_seconds, now - time_before), now
 
     def __enter__(self) -> LoopMonitor:
         async def start_watching() -> None:

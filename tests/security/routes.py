@@ -58,7 +58,7 @@ class Target:
         collections = (index.sandboxes, index.snapshots, index.volumes, index.volume_snapshots)
         records = [[item.model_dump(mode="json") for item in collection.values()] for collection in collections]
         machine_states = {
-            id: [machine.state, machine.mounted, machine.allowed] for id, machine in host.machines.items()
+            id: [machine.state, machine.mounted_volumes, machine.allowed] for id, machine in host.machines.items()
         }
         build_ids = [build.build_id for build in self.gateway.engine.templates.list_unready_builds()]
         return json.dumps([records, machine_states, build_ids, host.files, host.disks, host.fork_count], sort_keys=True)
@@ -113,24 +113,24 @@ def created_target(memory_gateway: MemoryGateway) -> Iterator[Target]:
 @contextlib.contextmanager
 def recording_effects(target: Target) -> Iterator[None]:
     """Record events and requests to agents in ``target`` while the context is active."""
-    publish, handle_request = target.gateway.engine.events.publish, Machine._handle_request
+    original_publish, original_handle_request = target.gateway.engine.events.publish, Machine._handle_request
 
     def record_event(type: str, **data: Any) -> None:
         target.events.append(type)
-        publish(type, **data)
+        original_publish(type, **data)
 
     async def record_request(machine: Machine, line: str, path: str, *args: Any) -> None:
         if machine in target.gateway.host.machines.values():
             target.agent_calls.append(path)
-        await handle_request(machine, line, path, *args)
+        await original_handle_request(machine, line, path, *args)
 
     target.gateway.engine.events.publish = record_event  # type: ignore[method-assign]
     Machine._handle_request = record_request  # type: ignore[method-assign, assignment]
     try:
         yield
     finally:
-        target.gateway.engine.events.publish = publish  # type: ignore[method-assign]
-        Machine._handle_request = handle_request  # type: ignore[method-assign]
+        target.gateway.engine.events.publish = original_publish  # type: ignore[method-assign]
+        Machine._handle_request = original_handle_request  # type: ignore[method-assign]
 
 
 # --- spellings of a path --------------------------------------------------------------------------------------------
@@ -214,7 +214,7 @@ OVERRIDE_HEADERS: list[dict[str, str]] = [
 
 
 class Caller:
-    """Sends requests whose targets client libraries would reject. Reuses its connection if possible."""
+    """Sends requests with targets that client libraries would reject. Reuses its connection if possible."""
 
     def __init__(self, memory_gateway: MemoryGateway, headers: dict[str, str]) -> None:
         self._headers = headers

@@ -136,7 +136,7 @@ def test_some_routes_accept_bodies() -> None:
     )
 
 
-def check_refused(client: httpx.Client, target: Target, method: str, path: str, body: bytes) -> None:
+def check_body_is_refused(client: httpx.Client, target: Target, method: str, path: str, body: bytes) -> None:
     response = send_attack(client, target, method, path, body)
     details = f"{method} {path}: {response.status_code} {response.text[:200]}"
     assert response.status_code in (400, 413) and len(response.content) < 16 << 10, details
@@ -147,7 +147,7 @@ def check_refused(client: httpx.Client, target: Target, method: str, path: str, 
 def test_a_body_that_is_not_an_object_is_refused_on_every_route(target: Target, body: str) -> None:
     def send_to_all_routes() -> None:
         for method, path, _ in ROUTES:
-            check_refused(client, target, method, path, NON_OBJECTS[body])
+            check_body_is_refused(client, target, method, path, NON_OBJECTS[body])
 
     with make_client(target) as client:
         assert measure_growth_kib(send_to_all_routes) < MAX_GROWTH_KIB
@@ -157,7 +157,9 @@ def test_a_body_that_is_not_an_object_is_refused_on_every_route(target: Target, 
 def test_invalid_sandbox_options_are_refused(target: Target, body: str) -> None:
     with make_client(target) as client:
         assert (
-            measure_growth_kib(lambda: check_refused(client, target, "POST", "/sandboxes", INVALID_OBJECTS[body]))
+            measure_growth_kib(
+                lambda: check_body_is_refused(client, target, "POST", "/sandboxes", INVALID_OBJECTS[body])
+            )
             < MAX_GROWTH_KIB
         )
 

@@ -84,7 +84,7 @@ def test_memory_for_a_plan_session_is_limited(
         assert other.delete("/sandboxes/one").status_code == 204
 
 
-def test_forks_that_do_not_fit_into_a_plan_session_do_not_exist(
+def test_forks_that_do_not_fit_into_a_plan_session_are_not_created(
     memory_gateway: MemoryGateway, sandbox: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A single small request would create a hundred records that take 130 KiB each."""
@@ -141,7 +141,7 @@ LONG_FIELDS: dict[str, tuple[str, str, dict[str, Any], str]] = {
     "a template's description": ("POST", "/templates", {"description": "x" * 4096}, "description"),
     "a snapshot's description": ("POST", "/sandboxes/one/snapshots", {"description": "x" * 4096}, "description"),
 }
-"""Requests whose field has the maximum length, or almost."""
+"""Requests with a field whose length is the maximum or slightly less."""
 
 
 def lengthen(value: Any) -> Any:

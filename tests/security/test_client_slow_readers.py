@@ -173,16 +173,16 @@ def test_output_that_no_client_reads_is_limited_in_total(
     """Clients run commands with large output by the id and the name of a sandbox, and do not read the responses."""
     monkeypatch.setattr(output, "MAX_UNSENT_BYTES_PER_SANDBOX", 5 << 20)
     monkeypatch.setattr(output, "MAX_UNSENT_BYTES", 13 << 20)
-    others = [create_sandbox(api, name=name) for name in ("other", "third", "fourth")]
+    other_sandboxes = [create_sandbox(api, name=name) for name in ("other", "third", "fourth")]
     with contextlib.ExitStack() as stack:
-        for each in (sandbox, *others):
+        for each in (sandbox, *other_sandboxes):
             stack.enter_context(raw_service(memory_gateway, each, RESPONSE_WITH_OUTPUT, port=AGENT_PORT))
 
         def run(ref: str, key: str = EXEC_KEY) -> socket.socket:
             request = make_request_head(
                 f"POST {route.format(ref)}", *EXEC_HEADERS, *([f"X-API-Key: {key}"] if key else [])
             )
-            connection = stack.enter_context(raw_connection(memory_gateway, request + EXEC_BODY, local=not key))
+            connection = stack.enter_context(raw_connection(memory_gateway, request + EXEC_BODY, is_local=not key))
             assert connection.recv(9, socket.MSG_PEEK) == b"HTTP/1.1 "
             return connection
 
@@ -241,17 +241,17 @@ def test_large_responses_that_no_client_reads_are_limited_in_total(
     with contextlib.ExitStack() as stack:
         stack.callback(lambda: memory_gateway.client(READ_KEY).delete(f"/plans/{plan_id}"))
         memory_before = measure_memory()
-        unread: list[socket.socket] = []
-        refused: list[socket.socket] = []
+        unread_connections: list[socket.socket] = []
+        refused_connections: list[socket.socket] = []
         for _ in range(CLIENT_COUNT):
             connection = stack.enter_context(raw_connection(memory_gateway, request))
             status_line = connection.recv(12, socket.MSG_PEEK | socket.MSG_WAITALL)
-            (unread if status_line == b"HTTP/1.1 200" else refused).append(connection)
+            (unread_connections if status_line == b"HTTP/1.1 200" else refused_connections).append(connection)
         # The limit allows a fifth of what the client has requested.
         assert measure_memory() - memory_before < CLIENT_COUNT * RESPONSE_BYTES // 2
-        assert len(unread) == MAX_READ_COUNT
+        assert len(unread_connections) == MAX_READ_COUNT
         assert MAX_READ_COUNT * RESPONSE_BYTES <= output._unsent_bytes["to all keys"] <= key_limit
-        for each in refused:
+        for each in refused_connections:
             assert b"\r\nretry-after: 1\r\n" in each.recv(65536, socket.MSG_PEEK).lower()
             status, error = read_response(each)
             assert (status, error["kind"]) == (429, "busy") and "the responses to caller 'looker'" in error["message"]
@@ -260,7 +260,7 @@ def test_large_responses_that_no_client_reads_are_limited_in_total(
             assert client.get("/volumes").status_code == 200
         assert len(api.get("/sandboxes").content) > RESPONSE_BYTES
         # A client that reads its response receives all of it, and then the next one.
-        for connection in [unread[0]] * 2:
+        for connection in [unread_connections[0]] * 2:
             status, entries = read_response(connection)
             assert status == 200 and len(json.dumps(entries)) > RESPONSE_BYTES
             connection.sendall(request)

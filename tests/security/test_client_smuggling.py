@@ -88,7 +88,7 @@ REQUEST_VARIANTS: dict[str, RequestVariant] = {
     "TE, a tab before the colon": make_chunked_variant(b"Transfer-Encoding\t: chunked"),
     "TE after a NUL": make_chunked_variant(b"Transfer\x00-Encoding: chunked"),
     "TE after a space": make_chunked_variant(b" Transfer-Encoding: chunked"),
-    "TE with a variant feed": make_chunked_variant(b"\x0cTransfer-Encoding: chunked"),
+    "TE after a form feed": make_chunked_variant(b"\x0cTransfer-Encoding: chunked"),
     "TE folded": make_chunked_variant(b"X: 1\r\n Transfer-Encoding: chunked"),
     "TE, its value folded": make_chunked_variant(b"Transfer-Encoding:\r\n chunked"),
     "a header without a colon": make_chunked_variant(b"Transfer-Encoding chunked"),

@@ -30,7 +30,7 @@ async def test_allowed_names_open_neither_denied_addresses_nor_other_name_server
         w.close_at_end(neighbour.listen(80))
         w.close_at_end(machine.listen(53))
         guest = w.add_guest(await w.pool.take(make_names_only_policy(ATTACKER, "*.example.com")))
-        # The name moves to addresses that are denied.
+        # The name now resolves to denied addresses.
         denied_addresses = [*METADATA_SERVICES, machine.address, machine.host_address, neighbour_slot.host_address]
         for address in denied_addresses:
             server.records[ATTACKER] = [f"300 A {address}"]
@@ -73,7 +73,7 @@ def flood() -> int:
 async def ask_repeatedly(guest: Guest, name: str) -> list[str]:
     """Send a query until there is a reply, because the kernel drops queries of a sandbox that sends too many."""
 
-    def exchange() -> bytes:
+    def exchange_messages() -> bytes:
         with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as client:
             client.settimeout(1)
             client.connect(("192.0.2.53", 53))
@@ -85,5 +85,5 @@ async def ask_repeatedly(guest: Guest, name: str) -> list[str]:
                     pass
         raise AssertionError("the resolver no longer answers")
 
-    reply = dns.message.from_wire(await asyncio.to_thread(run_inside, guest.path, exchange))
+    reply = dns.message.from_wire(await asyncio.to_thread(run_inside, guest.path, exchange_messages))
     return [record.address for records in reply.answer for record in records]

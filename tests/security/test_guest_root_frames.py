@@ -48,8 +48,8 @@ def parse_mac(text: str) -> bytes:
     return bytes.fromhex(text.replace(":", ""))
 
 
-def make_frame(payload: bytes, kind: int = IPV4, *, to: str = TAP_MAC, source: str = GUEST_MAC) -> bytes:
-    return parse_mac(to) + parse_mac(source) + struct.pack(">H", kind) + payload
+def make_frame(payload: bytes, kind: int = IPV4, *, destination: str = TAP_MAC, source: str = GUEST_MAC) -> bytes:
+    return parse_mac(destination) + parse_mac(source) + struct.pack(">H", kind) + payload
 
 
 def compute_checksum(data: bytes) -> int:
@@ -165,9 +165,13 @@ ATTACKS: dict[str, Attack] = {
         if target != GATEWAY_ADDRESS
     ],
     "IPv6": lambda p: [
-        make_frame(make_ipv6(source, target, struct.pack(">HHHH", 5000, PORT, 8 + len(MARK), 0) + MARK), IPV6, to=to)
+        make_frame(
+            make_ipv6(source, target, struct.pack(">HHHH", 5000, PORT, 8 + len(MARK), 0) + MARK),
+            IPV6,
+            destination=destination,
+        )
         for source in ("fe80::1", "::1", "fd99::1", f"::ffff:{GUEST_ADDRESS}", "::")
-        for target, to in (
+        for target, destination in (
             ("fe80::2", TAP_MAC),
             ("ff02::1", "33:33:00:00:00:01"),
             (f"::ffff:{p.outside_address}", TAP_MAC),
@@ -177,11 +181,11 @@ ATTACKS: dict[str, Attack] = {
         make_frame(
             make_ipv6("fe80::1", "ff02::1", b"\x86\x00\x00\x00\x40\x00\x07\x08" + bytes(8) + MARK, 58),
             IPV6,
-            to=BROADCAST_MAC,
+            destination=BROADCAST_MAC,
         )
     ],
     "IPv6 extension headers": lambda p: [
-        make_frame(make_ipv6("fe80::1", "ff02::1", make_extension_headers(), 0), IPV6, to=BROADCAST_MAC)
+        make_frame(make_ipv6("fe80::1", "ff02::1", make_extension_headers(), 0), IPV6, destination=BROADCAST_MAC)
     ],
     "IPv4 labelled as IPv6, and vice versa": lambda p: [
         make_frame(make_udp(GUEST_ADDRESS, p.outside_address), IPV6),
@@ -194,14 +198,17 @@ ATTACKS: dict[str, Attack] = {
         for target in (p.outside_address, p.neighbour.host_address, p.slot.veth_address)
     ],
     "VLAN in VLAN": lambda p: [
-        make_frame(struct.pack(">HHHH", 0, inner, 0, IPV4) + make_udp("10.99.99.99", p.outside_address), outer)
-        for outer in (VLAN, QINQ)
+        make_frame(struct.pack(">HHHH", 0, inner, 0, IPV4) + make_udp("10.99.99.99", p.outside_address), outer_type)
+        for outer_type in (VLAN, QINQ)
         for inner in (VLAN, QINQ)
     ],
     "IPv6 in a VLAN": lambda p: [make_frame(struct.pack(">HH", 0, IPV6) + make_ipv6("fe80::1", "ff02::1", MARK), VLAN)],
     "ARP": lambda p: [
         make_frame(
-            make_arp(operation, claimed_address, sender_mac, requested_address) + MARK, ARP, to=to, source=sender_mac
+            make_arp(operation, claimed_address, sender_mac, requested_address) + MARK,
+            ARP,
+            destination=destination,
+            source=sender_mac,
         )
         for operation in (1, 2, 3, 4)
         for claimed_address in (
@@ -213,7 +220,7 @@ ATTACKS: dict[str, Attack] = {
         )
         for requested_address in (GATEWAY_ADDRESS, claimed_address)
         for sender_mac in (GUEST_MAC, FOREIGN_MAC)
-        for to in (TAP_MAC, BROADCAST_MAC)
+        for destination in (TAP_MAC, BROADCAST_MAC)
     ],
     "fragments of another source": lambda p: [
         make_frame(make_udp("10.99.99.99", p.outside_address, fragment=0x2000)),
@@ -236,29 +243,36 @@ ATTACKS: dict[str, Attack] = {
         for source in (FOREIGN_MAC, TAP_MAC, BROADCAST_MAC)
     ],
     "to another MAC": lambda p: [
-        make_frame(make_udp(GUEST_ADDRESS, p.outside_address), to=to)
-        for to in (FOREIGN_MAC, "00:00:00:00:00:00", GUEST_MAC)
+        make_frame(make_udp(GUEST_ADDRESS, p.outside_address), destination=destination)
+        for destination in (FOREIGN_MAC, "00:00:00:00:00:00", GUEST_MAC)
     ],
     "DHCP": lambda p: [
         make_frame(
             make_packet("0.0.0.0", target, struct.pack(">HHHH", source_port, port, 8 + len(MARK), 0) + MARK),
-            to=BROADCAST_MAC,
+            destination=BROADCAST_MAC,
         )
         for source_port, port in ((68, 67), (67, 68))
         for target in ("255.255.255.255", GATEWAY_ADDRESS, p.slot.veth_address)
     ],
     "multicast and broadcast": lambda p: [
-        make_frame(make_packet(source, target, MARK, protocol), to=to)
+        make_frame(make_packet(source, target, MARK, protocol), destination=destination)
         for source in (GUEST_ADDRESS, "10.99.99.99")
-        for target, to in (("224.0.0.1", "01:00:5e:00:00:01"), ("255.255.255.255", BROADCAST_MAC))
+        for target, destination in (("224.0.0.1", "01:00:5e:00:00:01"), ("255.255.255.255", BROADCAST_MAC))
         for protocol in (UDP, IGMP, ICMP)
     ],
     "source routes": lambda p: [
         # LSRR and SSRR over the slot, to the neighbour and the host.
-        make_frame(make_packet(GUEST_ADDRESS, via, MARK, options=bytes([kind, 7, 4]) + socket.inet_aton(to) + b"\x00"))
+        make_frame(
+            make_packet(
+                GUEST_ADDRESS,
+                intermediate_address,
+                MARK,
+                options=bytes([kind, 7, 4]) + socket.inet_aton(destination) + b"\x00",
+            )
+        )
         for kind in (0x83, 0x89)
-        for via in (GATEWAY_ADDRESS, p.slot.veth_address, p.slot.host_address)
-        for to in (p.neighbour.host_address, p.host_address, p.outside_address)
+        for intermediate_address in (GATEWAY_ADDRESS, p.slot.veth_address, p.slot.host_address)
+        for destination in (p.neighbour.host_address, p.host_address, p.outside_address)
     ],
     "redirects": lambda p: [
         make_frame(
@@ -285,9 +299,9 @@ ATTACKS: dict[str, Attack] = {
         make_frame(b""),
     ],
     "other protocols": lambda p: [
-        make_frame(MARK * 5, kind, to=to)
+        make_frame(MARK * 5, kind, destination=destination)
         for kind in (EAPOL, LLDP, 0x8863, 0x8864, 0x88E5, 0x0000, 0x05DC, 0xFFFF)
-        for to in (TAP_MAC, BROADCAST_MAC, "01:80:c2:00:00:00", "01:80:c2:00:00:0e")
+        for destination in (TAP_MAC, BROADCAST_MAC, "01:80:c2:00:00:00", "01:80:c2:00:00:0e")
     ],
 }
 

@@ -1,7 +1,7 @@
 """Root in a jail sends arbitrary frames: forged ARP, other Ethernet addresses, other source addresses.
 
 The jails are connected by the gateway's own code. The frames are sent from the jail's network stack with a packet
-socket, which root in a jail cannot open, but it can send such frames by changing its interface's addresses.
+socket. Root in a jail cannot open such a socket, but can send such frames by changing its interface's addresses.
 """
 
 from __future__ import annotations
@@ -141,7 +141,7 @@ class JailWorld:
         )
 
     def send_frames(self, *frames: bytes, interval: float = 0) -> None:
-        _wait(self.start_sending(*frames, interval=interval))
+        _wait_for_lines(self.start_sending(*frames, interval=interval))
 
     @contextmanager
     def serving(self, jail: str) -> Iterator[None]:
@@ -159,7 +159,7 @@ class JailWorld:
         return self.shim(*prefix, "/usr/bin/python3", "-c", CLIENT_PROGRAM, address).returncode == 0
 
 
-def _wait(process: subprocess.Popen[str]) -> list[str]:
+def _wait_for_lines(process: subprocess.Popen[str]) -> list[str]:
     """Wait for a program. Returns the lines that it has printed."""
     output, errors = process.communicate(timeout=60)
     assert process.returncode == 0, errors
@@ -167,7 +167,7 @@ def _wait(process: subprocess.Popen[str]) -> list[str]:
 
 
 def _wait_for_frames(sniffer: subprocess.Popen[str]) -> list[bytes]:
-    return [bytes.fromhex(line) for line in _wait(sniffer)]
+    return [bytes.fromhex(line) for line in _wait_for_lines(sniffer)]
 
 
 def _wait_for_sources(sniffer: subprocess.Popen[str]) -> set[str]:
@@ -231,8 +231,8 @@ async def test_frames_from_another_jails_ethernet_address_do_not_divert_its_pack
         assert world.is_reachable(world.victim.address)
         source, packet = world.victim.mac, make_udp(world.victim.address, OUTSIDE_ADDRESS)
         frames = [
-            make_frame(packet, kind, to=to, source=source)
-            for to in (read_bridge_mac(world), BROADCAST_MAC, source)
+            make_frame(packet, kind, destination=destination, source=source)
+            for destination in (read_bridge_mac(world), BROADCAST_MAC, source)
             for kind in (IPV4, EXPERIMENTAL)  # The packet filter may drop a packet before the bridge learns from it.
         ]
         sender = world.start_sending(*frames * 150, interval=0.01)
@@ -252,12 +252,12 @@ async def test_forged_arp_does_not_change_the_hosts_table(world: JailWorld) -> N
             make_frame(
                 make_arp(operation, world.victim.address, world.attacker.mac, target, target_mac),
                 ARP,
-                to=to,
+                destination=destination,
                 source=world.attacker.mac,
             )
             for operation in (1, 2)
             for target, target_mac in ((gateway, read_bridge_mac(world)), (world.victim.address, BROADCAST_MAC))
-            for to in (read_bridge_mac(world), BROADCAST_MAC)
+            for destination in (read_bridge_mac(world), BROADCAST_MAC)
         ]
         # Linux ignores a second change within a second.
         world.send_frames(*frames, interval=0.3)
@@ -282,7 +282,7 @@ async def test_forged_senders_do_not_fill_the_hosts_arp_table(world: JailWorld) 
             make_frame(
                 make_arp(1, f"10.213.0.{number}", world.attacker.mac, world.network.bridge.gateway),
                 ARP,
-                to=BROADCAST_MAC,
+                destination=BROADCAST_MAC,
                 source=world.attacker.mac,
             )
             for number in range(100, 140)
@@ -301,9 +301,9 @@ async def test_jails_receive_no_frames_from_each_other(world: JailWorld) -> None
     arp = make_arp(2, world.network.bridge.gateway, world.attacker.mac, world.victim.address, world.victim.mac)
     world.send_frames(
         *(
-            make_frame(payload, kind, to=to, source=source)
+            make_frame(payload, kind, destination=destination, source=source)
             for payload, kind in ((packet, IPV4), (arp, ARP), (packet, IPV6))
-            for to in (world.victim.mac, BROADCAST_MAC, "33:33:00:00:00:01", "02:00:5e:00:00:99")
+            for destination in (world.victim.mac, BROADCAST_MAC, "33:33:00:00:00:01", "02:00:5e:00:00:99")
             for source in (world.attacker.mac, read_bridge_mac(world))
         )
     )
@@ -318,24 +318,24 @@ Attack = Callable[[JailWorld], Sequence[bytes]]
 
 
 def list_ethernet_targets(world: JailWorld) -> list[str]:
-    """Return target addresses of frames that the host receives: from the bridge, from its member, and from both."""
+    """Return target addresses of frames that the host receives: of the bridge, of its member, and broadcast."""
     return [read_bridge_mac(world), world.read_mac(world.attacker.outer), BROADCAST_MAC]
 
 
 def spoof_source(world: JailWorld) -> list[bytes]:
     return [
-        make_frame(make_udp(address, OUTSIDE_ADDRESS, PORT), to=to, source=source)
+        make_frame(make_udp(address, OUTSIDE_ADDRESS, PORT), destination=destination, source=source)
         for address in (world.victim.address, "10.213.0.77", OTHER_OUTSIDE_ADDRESS)
-        for to in list_ethernet_targets(world)
+        for destination in list_ethernet_targets(world)
         for source in (world.attacker.mac, world.victim.mac)
     ]
 
 
 def send_to_forbidden_addresses(world: JailWorld) -> list[bytes]:
     return [
-        make_frame(make_udp(world.attacker.address, address, PORT), to=to, source=world.attacker.mac)
+        make_frame(make_udp(world.attacker.address, address, PORT), destination=destination, source=world.attacker.mac)
         for address in (OTHER_OUTSIDE_ADDRESS, world.network.bridge.gateway, "10.214.0.1", *METADATA_ADDRESSES)
-        for to in list_ethernet_targets(world)
+        for destination in list_ethernet_targets(world)
     ]
 
 
@@ -349,13 +349,13 @@ def make_ipv6_udp(target: str) -> bytes:
 
 def send_ipv6(world: JailWorld) -> list[bytes]:
     return [
-        make_frame(make_ipv6_udp(address), IPV6, to=to, source=world.attacker.mac)
+        make_frame(make_ipv6_udp(address), IPV6, destination=destination, source=world.attacker.mac)
         for address in (HOST_IPV6, OUTSIDE_IPV6)
-        for to in list_ethernet_targets(world)
+        for destination in list_ethernet_targets(world)
     ]
 
 
-def send_tagged(world: JailWorld) -> list[bytes]:
+def send_tagged_frames(world: JailWorld) -> list[bytes]:
     """Return frames with VLAN tags. Hosts ignore a tag with the number 0."""
     payloads = [(IPV4, make_udp(world.victim.address, OUTSIDE_ADDRESS, PORT))]
     payloads += [
@@ -363,11 +363,11 @@ def send_tagged(world: JailWorld) -> list[bytes]:
     ]
     payloads += [(IPV6, make_ipv6_udp(address)) for address in (HOST_IPV6, OUTSIDE_IPV6)]
     return [
-        make_frame(struct.pack(">HH", tag, kind) + payload, vlan, to=to, source=world.attacker.mac)
+        make_frame(struct.pack(">HH", tag, kind) + payload, vlan, destination=destination, source=world.attacker.mac)
         for kind, payload in payloads
         for tag in (0, 1, 4095)
         for vlan in (VLAN, QINQ)
-        for to in list_ethernet_targets(world)
+        for destination in list_ethernet_targets(world)
     ]
 
 
@@ -378,18 +378,22 @@ def send_fragments(world: JailWorld) -> list[bytes]:
     routes = [(world.victim.address, OUTSIDE_ADDRESS), ("10.213.0.77", OUTSIDE_ADDRESS)]
     routes += [(world.attacker.address, address) for address in (OTHER_OUTSIDE_ADDRESS, "10.214.0.1")]
     ids = itertools.count(1)
-    for (source, target), to in itertools.product(routes, list_ethernet_targets(world)):
+    for (source, target), destination in itertools.product(routes, list_ethernet_targets(world)):
         for order in ((0, 1), (1, 0), (1,)):
             id = next(ids)
             fragments = (
                 make_packet(source, target, datagram[:32], fragment=0x2000, id=id),
                 make_packet(source, target, datagram[32:], fragment=4, id=id),
             )
-            frames += [make_frame(fragments[number], to=to, source=world.attacker.mac) for number in order]
+            frames += [
+                make_frame(fragments[number], destination=destination, source=world.attacker.mac) for number in order
+            ]
     return frames
 
 
-@pytest.mark.parametrize("attack", [spoof_source, send_to_forbidden_addresses, send_ipv6, send_tagged, send_fragments])
+@pytest.mark.parametrize(
+    "attack", [spoof_source, send_to_forbidden_addresses, send_ipv6, send_tagged_frames, send_fragments]
+)
 async def test_only_allowed_packets_from_the_jails_own_address_pass(world: JailWorld, attack: Attack) -> None:
     policy = NetworkPolicy(deny_out=[OTHER_OUTSIDE_ADDRESS])
     await add_both_jails(world, policy)
@@ -397,10 +401,10 @@ async def test_only_allowed_packets_from_the_jails_own_address_pass(world: JailW
     host = _wait_until_up(world.shim.start("/usr/bin/python3", "-c", _RECEIVE_PROGRAM))
     world.send_frames(*attack(world))
     last_packet = make_udp(world.attacker.address, OUTSIDE_ADDRESS, PORT, END_MARK)
-    world.send_frames(make_frame(last_packet, to=read_bridge_mac(world), source=world.attacker.mac))
+    world.send_frames(make_frame(last_packet, destination=read_bridge_mac(world), source=world.attacker.mac))
     assert not any(MARK in frame for frame in _wait_for_frames(outside))
     world.shim.check_ok("jexec", "out", "/usr/bin/python3", "-c", _SEND_UDP_PROGRAM, "10.214.0.1")
-    assert _wait(host) == []
+    assert _wait_for_lines(host) == []
 
 
 # --- metadata services ---------------------------------------------------------------------------------------------
@@ -426,7 +430,7 @@ async def test_a_jail_reaches_only_the_metadata_service_that_its_policy_lists(wo
     jail = f"sx{ATTACKER_NUMBER}"
     await world.add_jail(world.attacker, NetworkPolicy())
     with world.serving("out"):
-        for listed in METADATA_ADDRESSES:
-            policy = NetworkPolicy(allow_internet=False, allow_out=["0.0.0.0/0", listed])
+        for listed_address in METADATA_ADDRESSES:
+            policy = NetworkPolicy(allow_internet=False, allow_out=["0.0.0.0/0", listed_address])
             await world.network.change_policy(jail, world.attacker, policy)
-            assert [address for address in METADATA_ADDRESSES if world.is_reachable(address, jail)] == [listed]
+            assert [address for address in METADATA_ADDRESSES if world.is_reachable(address, jail)] == [listed_address]

@@ -37,9 +37,9 @@ from tests.kvm_xfs.test_netns import (
 pytestmark = pytest.mark.usefixtures("requires_root")
 
 AZURE_ADDRESS = "168.63.129.16"
-ALLOW_ALL = NetworkPolicy(allow_internet=False, allow_out=["0.0.0.0/0"])
-ALLOW_BOTH_HALVES = NetworkPolicy(allow_out=["0.0.0.0/1", "128.0.0.0/1"])
-ALLOW_SURROUNDING_NETWORKS = NetworkPolicy(
+ALLOW_ALL_POLICY = NetworkPolicy(allow_internet=False, allow_out=["0.0.0.0/0"])
+ALLOW_BOTH_HALVES_POLICY = NetworkPolicy(allow_out=["0.0.0.0/1", "128.0.0.0/1"])
+ALLOW_SURROUNDING_NETWORKS_POLICY = NetworkPolicy(
     allow_out=["169.252.0.0/14", "100.100.100.200/31", "168.63.128.0/23", "192.0.0.192/31"]
 )
 
@@ -47,7 +47,9 @@ ALLOW_SURROUNDING_NETWORKS = NetworkPolicy(
 # --- metadata services -----------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("policy", [OPEN_POLICY, ALLOW_ALL, ALLOW_BOTH_HALVES, ALLOW_SURROUNDING_NETWORKS])
+@pytest.mark.parametrize(
+    "policy", [OPEN_POLICY, ALLOW_ALL_POLICY, ALLOW_BOTH_HALVES_POLICY, ALLOW_SURROUNDING_NETWORKS_POLICY]
+)
 async def test_metadata_services_are_unreachable_unless_allowed(policy: NetworkPolicy) -> None:
     async with world() as w:
         guest = w.add_guest(await w.pool.take(policy))
@@ -70,7 +72,7 @@ async def test_allowing_one_metadata_address_does_not_allow_others(service: str)
     ("policy", "is_reachable"),
     [
         (OPEN_POLICY, True),
-        (ALLOW_ALL, True),
+        (ALLOW_ALL_POLICY, True),
         (NetworkPolicy(deny_out=["168.63.129.0/24"]), False),
         (NetworkPolicy(allow_internet=False), False),
         (NetworkPolicy(allow_internet=False, allow_out=["10.0.0.0/8"]), False),
@@ -87,7 +89,9 @@ async def test_a_name_server_at_a_metadata_address_answers_only_dns(policy: Netw
         assert not guest.can_reach(AZURE_ADDRESS, 80)
 
 
-@pytest.mark.parametrize("policy", [OPEN_POLICY, ALLOW_ALL, ALLOW_BOTH_HALVES, ALLOW_SURROUNDING_NETWORKS])
+@pytest.mark.parametrize(
+    "policy", [OPEN_POLICY, ALLOW_ALL_POLICY, ALLOW_BOTH_HALVES_POLICY, ALLOW_SURROUNDING_NETWORKS_POLICY]
+)
 def test_jail_rules_block_metadata_services_first(policy: NetworkPolicy) -> None:
     bridge = Bridge(CommandRunner(), name="sbxbr", prefix="sbx", subnet="10.231.0.0/16")
     rule_lines = build_jail_rules(bridge, bridge.epair(7), policy, ["9.9.9.9"]).splitlines()

@@ -45,12 +45,12 @@ def attacker_id(shared_gateway: Gateway, template: str) -> Iterator[str]:
     encoded_script = base64.b64encode(HOSTILE_AGENT_SCRIPT.encode()).decode()
     write_command = f"echo {encoded_script} | base64 -d > /root/hostile.py"
     shared_gateway.sh(id, f"{write_command}; setsid sh -c '{_REPLACE_COMMAND}' </dev/null >/dev/null 2>&1 &")
-    wait_until(lambda: "with invalid JSON" in _ping(shared_gateway, id), 120)
+    wait_until(lambda: "with invalid JSON" in _ping_agent(shared_gateway, id), 120)
     yield id
     shared_gateway.call("DELETE", f"/sandboxes/{id}")
 
 
-def _ping(gateway: Gateway, id: str) -> str:
+def _ping_agent(gateway: Gateway, id: str) -> str:
     return gateway.client.post(f"/v1/sandboxes/{id}/ping").text
 
 

@@ -18,11 +18,11 @@ APT_OPTIONS = [f'Acquire::https::Proxy "http://user:{PASSWORD}@127.0.0.1:9"', 'A
 @pytest.mark.slow
 def test_the_proxy_password_is_not_in_templates_or_command_lines(requires_root: None, tmp_path: Path) -> None:
     found_lines: set[str] = set()
-    build_has_ended = threading.Event()
+    build_end_event = threading.Event()
 
     def search_command_lines() -> None:
         """Search the command lines of all processes for the password and for mmdebstrap, until the build ends."""
-        while not build_has_ended.wait(0.05):
+        while not build_end_event.wait(0.05):
             for entry in Path("/proc").glob("[0-9]*"):
                 try:
                     command_line = (entry / "cmdline").read_text(errors="replace")
@@ -38,7 +38,7 @@ def test_the_proxy_password_is_not_in_templates_or_command_lines(requires_root: 
     try:
         asyncio.run(run_build(tmp_path))
     finally:
-        build_has_ended.set()
+        build_end_event.set()
         watcher.join()
     assert found_lines == {"mmdebstrap"}
     archive = (tmp_path / "rootfs.tar").read_bytes()

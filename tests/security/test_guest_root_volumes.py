@@ -107,9 +107,9 @@ async def test_the_log_of_a_server_is_bounded(xfs_root: Path) -> None:
         log = os.open(f"/proc/{volume.pid}/fd/2", os.O_RDWR | os.O_CLOEXEC)
         s.stack.callback(os.close, log)
         assert os.fstat(log).st_size == LOG_BYTES
-        for grow in (lambda: os.pwrite(log, b"x", LOG_BYTES), lambda: os.ftruncate(log, LOG_BYTES + 1)):
+        for grow_log in (lambda: os.pwrite(log, b"x", LOG_BYTES), lambda: os.ftruncate(log, LOG_BYTES + 1)):
             with pytest.raises(PermissionError):
-                grow()
+                grow_log()
         assert os.pwrite(log, b"x" * (1 << 20), 0) == LOG_BYTES
         assert volume.mount_volume(guest), "a server with a full log does not work"
 
@@ -180,10 +180,10 @@ async def test_a_server_cannot_open_the_port_of_another(xfs_root: Path, monkeypa
     """The configuration tells the server to open that port, as a compromised server would."""
     async with setup(xfs_root) as s:
         volume, other_volume, (slot, _) = await s.create_volume(), await s.create_volume(), await s.create_guest()
-        render = server_start.render_configuration
+        original_render = server_start.render_configuration
 
         def render_for_other_port(address: str, gateway: str, name: str, port: int, *arguments: Any) -> str:
-            return render(address, gateway, name, other_volume.port if name == volume.id else port, *arguments)
+            return original_render(address, gateway, name, other_volume.port if name == volume.id else port, *arguments)
 
         monkeypatch.setattr(server_start, "render_configuration", render_for_other_port)
         with pytest.raises(BackendFailed, match="Error binding"):
@@ -315,7 +315,7 @@ async def test_no_other_server_can_answer_for_one_that_has_ended(xfs_root: Path)
             return True
 
         assert can_connect()
-        server.early_exits = 100  # delays the restart by 30 s
+        server.early_exits = 100  # This delays the restart by 30 s.
         await kill_process(server.pid)
         listener_address = (volume_address(s.network), volume.port)
         with run_inside(
@@ -355,7 +355,7 @@ def test_a_server_cannot_plant_a_file_while_the_gateway_writes(tmp_path: Path, m
     directory.mkdir()
     new_path = directory / f"{launcher.CONFIG_FILE}.new"
     existing_file.write_text("unchanged")
-    unlink = os.unlink
+    original_unlink = os.unlink
     directory_fd = os.open(directory, os.O_PATH)
     for plant in (
         lambda: new_path.symlink_to(existing_file),
@@ -365,7 +365,7 @@ def test_a_server_cannot_plant_a_file_while_the_gateway_writes(tmp_path: Path, m
 
         def unlink_and_plant(path: str, *, dir_fd: int | None = None, plant: Callable[[], None] = plant) -> None:
             with contextlib.suppress(FileNotFoundError):
-                unlink(path, dir_fd=dir_fd)
+                original_unlink(path, dir_fd=dir_fd)
             plant()
 
         with monkeypatch.context() as patch:
@@ -392,7 +392,7 @@ async def test_a_server_that_prevents_the_gateways_writes_is_replaced(xfs_root: 
 
 
 @contextlib.contextmanager
-def process_with_descriptor(path: Path, descriptor: int, flags: int) -> Iterator[subprocess.Popen[bytes]]:
+def running_process_with_descriptor(path: Path, descriptor: int, flags: int) -> Iterator[subprocess.Popen[bytes]]:
     """Run a process in which ``descriptor`` refers to ``path``, as a compromised process can arrange with dup2(2)."""
     script = f"import os; os.dup2(os.open({str(path)!r}, {flags}), {descriptor}); print(flush=True); input()"
     command = [sys.executable, "-I", "-S", "-c", script]
@@ -406,7 +406,7 @@ def process_with_descriptor(path: Path, descriptor: int, flags: int) -> Iterator
 
 
 def test_a_server_cannot_choose_the_directory_to_which_the_gateway_writes(tmp_path: Path) -> None:
-    with process_with_descriptor(tmp_path, launcher.ROOT_FD, os.O_RDONLY) as process:
+    with running_process_with_descriptor(tmp_path, launcher.ROOT_FD, os.O_RDONLY) as process:
         server = ServerProcess("volume", process.pid, ServerSettings("", 0, {}), pidfd=os.pidfd_open(process.pid))
         with pytest.raises(BackendFailed, match="has closed its root directory"):
             server.configure("text")
@@ -419,7 +419,7 @@ def test_the_gateway_does_not_read_a_file_that_replaces_a_log(tmp_path: Path) ->
     secret_file = tmp_path / "secret"
     secret_file.write_text("secret")
     for directory in (None, tmp_path):
-        with process_with_descriptor(secret_file, 2, os.O_PATH) as process, pytest.raises(OSError):
+        with running_process_with_descriptor(secret_file, 2, os.O_PATH) as process, pytest.raises(OSError):
             read_log(open_log_of(process.pid, directory))
 
 

@@ -195,8 +195,8 @@ def test_a_host_user_cannot_read_the_files_of_a_jail_host(make_jail_engine: Call
     assert {path.name for path in files} >= {"machine-id", "resolv.conf", "gateway-key", "secret"}
     assert (state_root / "secrets") in {path.parent.parent for path in files}
     assert find_readable_files(files) == []
-    command_in_jail = ["cat", "/run/sandbox/hostname", "/etc/machine-id", "/etc/resolv.conf"]
-    assert runner.do(runner.engine.commands.exec("box", command_in_jail, user="user")).exit_code == 0
+    jail_command = ["cat", "/run/sandbox/hostname", "/etc/machine-id", "/etc/resolv.conf"]
+    assert runner.do(runner.engine.commands.exec("box", jail_command, user="user")).exit_code == 0
 
     runner.close()
     lock_file.chmod(0o644)

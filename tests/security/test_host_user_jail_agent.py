@@ -147,17 +147,17 @@ def test_a_host_user_cannot_run_code_on_the_port_of_the_interpreter(
 
 
 @pytest.mark.parametrize(
-    "sent", [b"", b"GET /", b"GET /nothing HTTP/1.1\r\n\r\n"], ids=["nothing", "a part", "a request"]
+    "sent_data", [b"", b"GET /", b"GET /nothing HTTP/1.1\r\n\r\n"], ids=["nothing", "a part", "a request"]
 )
 def test_a_host_user_cannot_lock_the_gateway_out(
-    agent_ports: tuple[int, int], run_directory: Path, monkeypatch: pytest.MonkeyPatch, sent: bytes
+    agent_ports: tuple[int, int], run_directory: Path, monkeypatch: pytest.MonkeyPatch, sent_data: bytes
 ) -> None:
     agent_port, code_port = agent_ports
     client = send_identity(agent_port, identity.read_gateway_key(run_directory), monkeypatch)
     with contextlib.ExitStack() as stack:
         for port in agent_ports:
             for _ in range(MAX_CONNECTIONS + 8):
-                stack.enter_context(socket.create_connection((ADDRESS, port), timeout=20)).sendall(sent)
+                stack.enter_context(socket.create_connection((ADDRESS, port), timeout=20)).sendall(sent_data)
         assert asyncio.run(client.exec(["echo", "hello"])).stdout == b"hello\n"
         derived_token = {"X-Access-Token": derive_port_token(TOKEN, CODE_PORT)}
         assert send_request(code_port, "/contexts", {}, derived_token, method="GET") == 200

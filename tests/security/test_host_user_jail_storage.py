@@ -57,7 +57,7 @@ def create_sandbox(storage: ZfsStorage, base: Snapshot, **fields: object) -> San
     return sandbox
 
 
-def restart(storage: ZfsStorage) -> tuple[list[Sandbox], list[str]]:
+def restart_gateway(storage: ZfsStorage) -> tuple[list[Sandbox], list[str]]:
     """Return the sandboxes and the notes of the scan that follows a restart of the gateway."""
     storage.close()
     storage.open()
@@ -97,7 +97,7 @@ def test_a_host_user_cannot_read_environments(storage: ZfsStorage, base: Snapsho
     file.chmod(0o644)
     assert find_readable_files([file]) == [], "users can enter the directory"
 
-    assert restart(storage) == ([sandbox], [])
+    assert restart_gateway(storage) == ([sandbox], [])
     assert sandbox.env == ENV
     sandbox.env = {"API_KEY": "another"}
     storage.instances.save(sandbox)
@@ -117,11 +117,11 @@ def test_environments_of_the_previous_release_are_moved(
     for prop, value in encode_as_previous_release(sandbox, 2).items():
         zfs_core.lzc_set_prop(storage.instances.dataset(sandbox.instance), prop, value)
     assert SECRET in list_properties(storage)
-    sandboxes, notes = restart(storage)
+    sandboxes, notes = restart_gateway(storage)
     assert sandboxes == [sandbox] and "moved its environment variables" in notes[0]
     assert SECRET not in list_properties(storage)
     assert SECRET in list_secret_files(tmp_path)[0].read_text()
-    assert restart(storage) == ([sandbox], [])
+    assert restart_gateway(storage) == ([sandbox], [])
 
 
 def test_environments_that_a_previous_release_left_on_retired_instances_are_removed(
@@ -135,7 +135,7 @@ def test_environments_that_a_previous_release_left_on_retired_instances_are_remo
     storage.instances.forget(sandbox.instance)
     assert not storage.instances.discard(sandbox.instance)
     assert SECRET in list_properties(storage)
-    restart(storage)
+    restart_gateway(storage)
     assert SECRET not in list_properties(storage)
 
 
@@ -145,12 +145,12 @@ def test_a_missing_file_is_reported_and_can_be_restored(storage: ZfsStorage, bas
     text = file.read_text()
     for damage in (file.unlink, lambda: file.write_text("{")):
         damage()
-        [found_sandbox], [note] = restart(storage)
+        [found_sandbox], [note] = restart_gateway(storage)
         assert found_sandbox == sandbox.model_copy(update={"env": {}})
         assert "has no environment variables" in note and str(file) in note
         storage.instances.save(found_sandbox)
         file.write_text(text)
-        assert restart(storage) == ([sandbox], [])
+        assert restart_gateway(storage) == ([sandbox], [])
 
 
 # At each step, the process is killed instead of making the call with this number.
@@ -206,7 +206,7 @@ def test_a_killed_gateway_leaves_no_secrets_behind(
     )
     assert result.returncode == -signal.SIGKILL, result.stderr
     assert len(list_secret_files(tmp_path)) == (1 if expected_env is None else 2)
-    sandboxes, notes = restart(storage)
+    sandboxes, notes = restart_gateway(storage)
     assert [sandbox.env for sandbox in sandboxes] == ([] if expected_env is None else [expected_env])
     assert "which no record referred to" in notes[-1]
     assert len(list_secret_files(tmp_path)) == len(sandboxes)
@@ -216,31 +216,31 @@ def test_environments_are_durable_before_their_record(
     storage: ZfsStorage, base: Snapshot, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The file and its directory entry survive a power failure that the record survives."""
-    durable: list[tuple[Path, int]] = []
-    set_prop, fsync = zfs_core.lzc_set_prop, os.fsync
+    durable_files: list[tuple[Path, int]] = []
+    original_set_prop, original_fsync = zfs_core.lzc_set_prop, os.fsync
 
     def record_fsync(descriptor: int) -> None:
-        fsync(descriptor)
-        durable.append((Path(f"/proc/self/fd/{descriptor}").readlink(), os.fstat(descriptor).st_size))
+        original_fsync(descriptor)
+        durable_files.append((Path(f"/proc/self/fd/{descriptor}").readlink(), os.fstat(descriptor).st_size))
 
     def check_and_set_prop(*arguments: Any, **options: Any) -> None:
         [file] = list_secret_files(tmp_path)
-        assert durable[0] == (file, file.stat().st_size), "the whole file"
-        assert [path for path, _ in durable] == [file, file.parent]
-        set_prop(*arguments, **options)
+        assert durable_files[0] == (file, file.stat().st_size), "the whole file"
+        assert [path for path, _ in durable_files] == [file, file.parent]
+        original_set_prop(*arguments, **options)
 
     monkeypatch.setattr(os, "fsync", record_fsync)
     monkeypatch.setattr(zfs_core, "lzc_set_prop", check_and_set_prop)
     sandbox = create_sandbox(storage, base)
-    assert len(durable) == 2
+    assert len(durable_files) == 2
     monkeypatch.undo()
-    assert restart(storage) == ([sandbox], [])
+    assert restart_gateway(storage) == ([sandbox], [])
 
 
 def test_files_of_another_dataset_are_kept(
     storage: ZfsStorage, base: Snapshot, pool: pools.Pool, tmp_path: Path
 ) -> None:
-    """An administrator can start the gateway with another dataset and the same state root, and go back."""
+    """An administrator can start the gateway with another dataset and the same state root, and later switch back."""
     create_sandbox(storage, base)
     storage.close()
     other_name = f"{pool.name}/other"
@@ -253,7 +253,7 @@ def test_files_of_another_dataset_are_kept(
     finally:
         pools.destroy_all(other_name)
     storage.open()
-    ((sandbox,), notes) = restart(storage)
+    ((sandbox,), notes) = restart_gateway(storage)
     assert (sandbox.env, notes) == (ENV, [])
 
 
@@ -262,20 +262,20 @@ def test_files_are_kept_while_a_record_is_damaged(storage: ZfsStorage, base: Sna
     dataset = storage.instances.dataset(sandbox.instance)
     head = zfs_core.local_props(dataset)[RECORD_PROPERTY]
     zfs_core.lzc_set_prop(dataset, RECORD_PROPERTY, head[:-10])
-    assert restart(storage)[0] == []
+    assert restart_gateway(storage)[0] == []
     assert QUARANTINE_PROPERTY in zfs_core.local_props(dataset) and len(list_secret_files(tmp_path)) == 1
     zfs_core.lzc_set_prop(dataset, RECORD_PROPERTY, head)
-    assert restart(storage)[0] == [sandbox]
+    assert restart_gateway(storage)[0] == [sandbox]
 
 
 def test_a_host_user_cannot_reach_a_template_during_its_build(storage: ZfsStorage) -> None:
     """The root file system of a template may contain a set-user-ID program of its author."""
 
-    def fill(path: Path) -> None:
+    def fill_directory(path: Path) -> None:
         shutil.copyfile("/usr/bin/id", path / "program")
         (path / "program").chmod(0o4755)
         assert path.stat().st_mode & 0o777 == 0o755, "users of the jail cannot enter its root directory"
         assert_host_user_cannot_run(path / "program")
         assert find_readable_files([path / "program"]) == []
 
-    storage.snapshots.create_base(Snapshot(kind=SnapshotKind.BASE), fill)
+    storage.snapshots.create_base(Snapshot(kind=SnapshotKind.BASE), fill_directory)

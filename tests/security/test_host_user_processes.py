@@ -42,14 +42,14 @@ _NOBODY_UID = 65534
 
 
 class MachineSetup:
-    """A gateway's machines, which only wait."""
+    """The machines of a gateway. Each machine is a process that only waits."""
 
     def __init__(self, s: Setup) -> None:
         self._s = s
         self.layout = Layout(s.root / "state")
         self.layout.create()
         self.program = s.root / "qemu-system-x86_64"
-        shutil.copyfile("/bin/bash", self.program)  # The descriptors of dash have one digit.
+        shutil.copyfile("/bin/bash", self.program)  # dash supports only descriptors of one digit.
         self.program.chmod(0o755)
 
     async def take_slot(self) -> Slot:
@@ -81,7 +81,7 @@ class MachineSetup:
         wait_until(lambda: b"mem-path=" in Path(f"/proc/{pid}/cmdline").read_bytes(), 10)
         return pid
 
-    def imitate(self, label: str, files: InstanceFiles) -> subprocess.Popen[bytes]:
+    def start_imitation(self, label: str, files: InstanceFiles) -> subprocess.Popen[bytes]:
         """Start a process of an unprivileged user that claims to be the machine of ``files``.
 
         The user can open any file below the state root, but only with O_PATH.
@@ -151,22 +151,31 @@ def running_process(
 
 async def test_imitated_machines_are_ignored(xfs_root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     async with machine_setup(xfs_root, monkeypatch) as s:
-        running, stopped, slot = s.create_sandbox("running"), s.create_sandbox("stopped"), await s.take_slot()
-        pid = s.start_machine(slot, s.get_files(running).disk, s.get_files(running))
+        running_sandbox, stopped_sandbox, slot = (
+            s.create_sandbox("running"),
+            s.create_sandbox("stopped"),
+            await s.take_slot(),
+        )
+        pid = s.start_machine(slot, s.get_files(running_sandbox).disk, s.get_files(running_sandbox))
         other_files = InstanceFiles(s.layout.sandboxes / "x" / "y")
         other_files.directory.mkdir(parents=True)
         other_files.disk.touch(0o600)
         imitations = [
-            s.imitate(label, files)
-            for label in ("x", "x-y", f"{slot.name}-{running.instance}", f"{slot.name}-{stopped.instance}")
-            for files in (s.get_files(running), s.get_files(stopped), other_files)
+            s.start_imitation(label, files)
+            for label in (
+                "x",
+                "x-y",
+                f"{slot.name}-{running_sandbox.instance}",
+                f"{slot.name}-{stopped_sandbox.instance}",
+            )
+            for files in (s.get_files(running_sandbox), s.get_files(stopped_sandbox), other_files)
         ]
         s.program.unlink()  # A package upgrade replaces QEMU while machines run.
-        async with s.restarted_gateway([running, stopped]) as (machines, scan):
+        async with s.restarted_gateway([running_sandbox, stopped_sandbox]) as (machines, scan):
             assert {
                 each: (machine.pid, slot.number) for each, (machine, slot) in machines._started_machines.items()
-            } == {running.instance: (pid, slot.number)}
-            assert scan.alive == {running.instance}
+            } == {running_sandbox.instance: (pid, slot.number)}
+            assert scan.alive == {running_sandbox.instance}
             assert scan.repaired == []
             assert all(each.poll() is None for each in imitations)
 
@@ -214,9 +223,9 @@ async def test_a_machine_with_another_program_name_is_adopted(xfs_root: Path, mo
     """`kvm_xfs.qemu` can be any program, such as /usr/libexec/qemu-kvm."""
     async with machine_setup(xfs_root, monkeypatch) as s:
         s.program = s.program.rename(s.program.with_name("vmm"))
-        running, slot = s.create_sandbox("running"), await s.take_slot()
-        pid = s.start_machine(slot, s.get_files(running).disk, s.get_files(running))
-        async with s.restarted_gateway([running]) as (machines, _):
+        running_sandbox, slot = s.create_sandbox("running"), await s.take_slot()
+        pid = s.start_machine(slot, s.get_files(running_sandbox).disk, s.get_files(running_sandbox))
+        async with s.restarted_gateway([running_sandbox]) as (machines, _):
             assert [machine.pid for machine, _ in machines._started_machines.values()] == [pid]
 
 
@@ -227,12 +236,12 @@ async def test_a_machine_is_killed_whatever_its_monitor_sends(xfs_root: Path, mo
         raise TypeError("unhashable type: 'list'")
 
     async with machine_setup(xfs_root, monkeypatch) as s:
-        running, slot = s.create_sandbox("running"), await s.take_slot()
-        pid = s.start_machine(slot, s.get_files(running).disk, s.get_files(running))
-        async with s.restarted_gateway([running]) as (machines, _):
+        running_sandbox, slot = s.create_sandbox("running"), await s.take_slot()
+        pid = s.start_machine(slot, s.get_files(running_sandbox).disk, s.get_files(running_sandbox))
+        async with s.restarted_gateway([running_sandbox]) as (machines, _):
             client: Any = SimpleNamespace(disconnect=disconnect)
-            machines._started_machines[running.instance].machine._qmp = client
-            await machines.stop(running)
+            machines._started_machines[running_sandbox.instance].machine._qmp = client
+            await machines.stop(running_sandbox)
             assert not await asyncio.to_thread(Path(f"/proc/{pid}").exists)
 
 
@@ -244,7 +253,7 @@ async def test_a_machine_outside_its_slot_is_not_mistaken_for_a_stopped_one(
         sandbox, slot = s.create_sandbox("box"), await s.take_slot()
         host_slot = dataclasses.replace(slot, path=HOST_NAMESPACE)
         pid = s.start_machine(host_slot, s.get_files(sandbox).disk, s.get_files(sandbox))
-        await asyncio.sleep(1)  # until it has opened its disk
+        await asyncio.sleep(1)  # By then, it has opened its disk.
         with pytest.raises(BackendFailed, match=f"process {pid} of sandbox {sandbox.id} is not in a network slot"):
             async with s.restarted_gateway([sandbox]):
                 pass

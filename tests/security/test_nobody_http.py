@@ -44,7 +44,7 @@ def target(shared_target: Target) -> Iterator[Target]:
     assert shared_target.read_state() == state_before and shared_target.events == shared_target.agent_calls == []
 
 
-def check_refused(target: Target, caller: Caller, method: str, request_target: str, **headers: str) -> None:
+def check_request_is_refused(target: Target, caller: Caller, method: str, request_target: str, **headers: str) -> None:
     status, body = caller.request(method, request_target, **headers)
     path = unquote(request_target.partition("?")[0])
     details = f"{method} {request_target} {headers}: {status} {body[:100]}"
@@ -68,7 +68,7 @@ def test_requests_without_a_valid_key_have_no_effect(target: Target, key: str) -
     caller = Caller(target.gateway, INVALID_KEY_HEADERS[key])
     for route in list_routes(target):
         for method in METHODS if key == "no key" else (route.method,):
-            check_refused(target, caller, method, route.path)
+            check_request_is_refused(target, caller, method, route.path)
     caller.close()
 
 
@@ -76,7 +76,7 @@ def test_requests_without_a_valid_key_have_no_effect(target: Target, key: str) -
 def test_every_spelling_of_a_route_requires_a_key(target: Target, spelling: str) -> None:
     caller = Caller(target.gateway, {})
     for route in list_routes(target):
-        check_refused(target, caller, route.method, SPELLINGS[spelling](route.path))
+        check_request_is_refused(target, caller, route.method, SPELLINGS[spelling](route.path))
     caller.close()
 
 
@@ -88,7 +88,7 @@ def _format_header(header: dict[str, str]) -> str:
 def test_headers_do_not_replace_a_key(target: Target, header: dict[str, str]) -> None:
     caller = Caller(target.gateway, {})
     for route in list_routes(target):
-        check_refused(target, caller, route.method, route.path, **header)
+        check_request_is_refused(target, caller, route.method, route.path, **header)
     caller.close()
 
 
@@ -109,4 +109,4 @@ def test_bodies_of_tiny_chunks_do_not_delay_others(memory_gateway: MemoryGateway
             assert piece, response_data
             response_data += piece
     assert response_data.startswith(b"HTTP/1.1 40"), response_data
-    assert loop_monitor.longest < 0.1
+    assert loop_monitor.longest_block_seconds < 0.1

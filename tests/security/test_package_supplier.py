@@ -35,7 +35,7 @@ PACK_SCRIPT = session.REPOSITORY / "roles" / "gateway" / "files" / "pack.py"
 REQUIREMENT_FILES = tuple(GATEWAY_DIRECTORY.glob("requirements*.txt"))
 CHANGED_PACKAGE, CHANGED_MODULE = "annotated-doc", "annotated_doc"
 """The package that the attacker changes, and its module. pip fetches it early, so the tests are fast."""
-FREEBSD = next(host for host in sbom.HOSTS if host["platform_system"] == "FreeBSD")
+FREEBSD_HOST = next(host for host in sbom.HOSTS if host["platform_system"] == "FreeBSD")
 _INSTALL_TIMEOUT_SECONDS = 300
 
 
@@ -133,17 +133,17 @@ def list_pins_without_wheels(genuine_files: dict[str, bytes]) -> list[sbom.Pin]:
     """Return the pins that PyPI may offer for FreeBSD only as source: all pins without a portable wheel."""
     portable_projects = {_parse_project(name) for name in genuine_files if name.endswith("-none-any.whl")}
     pins = [pin for path in REQUIREMENT_FILES for pin in sbom.read_pins(path)]
-    return [pin for pin in pins if sbom.is_for_host(pin.marker, FREEBSD) and pin.name not in portable_projects]
+    return [pin for pin in pins if sbom.is_for_host(pin.marker, FREEBSD_HOST) and pin.name not in portable_projects]
 
 
 @pytest.fixture(scope="module")
 def genuine_sdists(genuine_files: dict[str, bytes], tmp_path_factory: pytest.TempPathFactory) -> dict[str, bytes]:
     """The contents of the source distributions that FreeBSD builds, by file name. pip has checked their hashes."""
-    directory, backends = tmp_path_factory.mktemp("sdists"), tmp_path_factory.mktemp("backends")
+    directory, backend_directory = tmp_path_factory.mktemp("sdists"), tmp_path_factory.mktemp("backends")
     for name in ("maturin/__init__.py", "setuptools/__init__.py", "setuptools/build_meta.py"):
-        (backends / name).parent.mkdir(exist_ok=True)
-        (backends / name).write_text(BUILD_BACKEND)
-    requirements = backends / "requirements.txt"
+        (backend_directory / name).parent.mkdir(exist_ok=True)
+        (backend_directory / name).write_text(BUILD_BACKEND)
+    requirements = backend_directory / "requirements.txt"
     lines = [
         " ".join([f"{pin.name}=={pin.version}", *(f"--hash=sha256:{digest}" for digest in pin.hashes)])
         for pin in list_pins_without_wheels(genuine_files)
@@ -153,7 +153,7 @@ def genuine_sdists(genuine_files: dict[str, bytes], tmp_path_factory: pytest.Tem
         *(sys.executable, "-m", "pip", "download", "-q", "--no-deps", "--no-binary=:all:", "--use-pep517"),
         *("--no-build-isolation", "--require-hashes", "-d", str(directory), "--requirement", str(requirements)),
     ]
-    env = {**os.environ, "PYTHONPATH": str(backends)}
+    env = {**os.environ, "PYTHONPATH": str(backend_directory)}
     result = subprocess.run(
         argv, capture_output=True, text=True, timeout=_INSTALL_TIMEOUT_SECONDS, env=env, check=False
     )

@@ -102,7 +102,7 @@ def test_a_plan_session_changes_nothing(target: Target, is_open: bool) -> None:
     open_id = json.loads(body)["planID"]
     plan_path = f"{PLANS_PATH}/{open_id if is_open else 'f' * 32}"
     for route in list_routes(target):
-        if not route.template.startswith((PLANS_PATH, "/applied-runs")):  # these never act on the host
+        if not route.template.startswith((PLANS_PATH, "/applied-runs")):  # These never act on the host.
             for request_body in (REQUEST_BODY, b"{}"):
                 status, body = caller.request(route.method, plan_path + route.path, request_body)
                 assert status < 500, f"{route}: {body}"
@@ -191,11 +191,11 @@ def test_a_plan_session_reads_no_files_of_the_host_and_contacts_no_registry(
 ) -> None:
     """Responses that differ would show which files exist and which ports are open; /dev/zero would never end."""
     read_sources = []
-    compute_digest = memory_gateway.host.source_digest
+    original_compute_digest = memory_gateway.host.source_digest
 
     async def record_read(recipe: Recipe) -> str:
         read_sources.append(recipe.path or recipe.image)
-        return await compute_digest(recipe)
+        return await original_compute_digest(recipe)
 
     monkeypatch.setattr(memory_gateway.host, "source_digest", record_read)
     (tmp_path / "existing").touch()
@@ -209,8 +209,8 @@ def test_a_plan_session_reads_no_files_of_the_host_and_contacts_no_registry(
         plan_path = f"/plans/{client.post('/plans', json={'run': secrets.token_hex()}).json()['planID']}"
         for source in sources:
             assert client.post(f"{plan_path}/templates", json={"name": "web", **source}).status_code == 202
-            announced = client.post(f"{plan_path}/v3/templates", json={"name": "web"}).json()
-            path = f"{plan_path}/v2/templates/{announced['templateID']}/builds/{announced['buildID']}"
+            announced_build = client.post(f"{plan_path}/v3/templates", json={"name": "web"}).json()
+            path = f"{plan_path}/v2/templates/{announced_build['templateID']}/builds/{announced_build['buildID']}"
             body = {"fromImage": source.get("image", "app")}
             assert client.post(path, json=body).status_code == 202
         client.delete(plan_path)
@@ -224,27 +224,27 @@ def test_a_plan_session_predicts_builds_from_the_last_digest_of_their_source(
     tarball = tmp_path / "rootfs.tar"
     body = {"name": "web", "from": "rootfs", "path": str(tarball)}
 
-    def predict(key: str, path: str = "/templates") -> int:
+    def predict_build(key: str, path: str = "/templates") -> int:
         with memory_gateway.client(key) as client:
             plan_path = f"/plans/{client.post('/plans', json={'run': secrets.token_hex()}).json()['planID']}"
             client.get(f"{plan_path}/templates")
-            responses = [_build(client, plan_path + path, body) for _ in range(2)]
+            responses = [_build_template(client, plan_path + path, body) for _ in range(2)]
             assert responses[1] in (responses[0], 200), "the session remembers its own builds"
             client.delete(plan_path)
         return responses[0]
 
-    assert (predict(ADMIN_KEY), predict(READ_KEY)) == (400, 202)
+    assert (predict_build(ADMIN_KEY), predict_build(READ_KEY)) == (400, 202)
     tarball.write_bytes(b"one")
-    assert (predict(ADMIN_KEY), predict(READ_KEY)) == (202, 202)
+    assert (predict_build(ADMIN_KEY), predict_build(READ_KEY)) == (202, 202)
     with memory_gateway.client() as client:
-        assert _build(client, "/templates", body) == 202
-    assert (predict(ADMIN_KEY), predict(READ_KEY)) == (200, 200)
+        assert _build_template(client, "/templates", body) == 202
+    assert (predict_build(ADMIN_KEY), predict_build(READ_KEY)) == (200, 200)
     tarball.write_bytes(b"two")
-    assert (predict(ADMIN_KEY), predict(READ_KEY)) == (202, 200)
-    assert (predict(ADMIN_KEY, "/templates/web"), predict(READ_KEY, "/templates/web")) == (202, 200)
+    assert (predict_build(ADMIN_KEY), predict_build(READ_KEY)) == (202, 200)
+    assert (predict_build(ADMIN_KEY, "/templates/web"), predict_build(READ_KEY, "/templates/web")) == (202, 200)
 
 
-def _build(client: httpx.Client, path: str, body: dict[str, Any]) -> int:
+def _build_template(client: httpx.Client, path: str, body: dict[str, Any]) -> int:
     """Request a build and wait until it has ended. Returns the status of the response."""
     response = client.post(path, json=body if path.endswith("/templates") else None)
     if response.status_code == 202:

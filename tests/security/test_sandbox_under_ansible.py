@@ -256,13 +256,13 @@ class ActionModule(GatewayActionModule):
                 print(json.dumps([is_unsafe(text), text]), file=file)
         return result
 """
-"""An action plugin that runs one of ours, and records each string in its result, before Ansible marks it as unsafe."""
+"""An action plugin that runs one of ours and records each string of its result before Ansible marks it as unsafe."""
 
 
 def test_action_results_are_marked_as_unsafe(
     core: str, gateway: HostileGateway, hostile_templates: HostileTemplates, tmp_path: Path
 ) -> None:
-    """ansible-core marks the results of tasks too. This checks the plugins without it."""
+    """ansible-core also marks the results of tasks. This test checks what the plugins do on their own."""
     gateway.add_sandbox("web", dict(hostile_templates.texts))
     gateway.rejects_changes, gateway.text = True, hostile_templates.combined_text
     file, plugins = tmp_path / "strings", tmp_path / "action_plugins"
@@ -458,8 +458,8 @@ def yield_response_with_trailing_data() -> Iterator[bytes]:
         yield bytes(64 << 10)
 
 
-def make_response_with_end(end: dict[str, Any]) -> bytes:
-    return START_FRAME + make_frame({"event": {"end": end}}) + make_frame(b"{}", END_STREAM_FLAG)
+def make_response_with_end(end_event: dict[str, Any]) -> bytes:
+    return START_FRAME + make_frame({"event": {"end": end_event}}) + make_frame(b"{}", END_STREAM_FLAG)
 
 
 def list_invalid_responses(hostile_templates: HostileTemplates) -> dict[str, tuple[Any, str]]:
@@ -494,7 +494,7 @@ def list_invalid_responses(hostile_templates: HostileTemplates) -> dict[str, tup
 def test_invalid_responses_of_an_agent_affect_only_its_host(
     core: str, hostile_templates: HostileTemplates, tmp_path: Path
 ) -> None:
-    """An invalid response becomes an error of its host. It is not evaluated as a template, and uses limited memory."""
+    """An invalid response affects only its host. It is not evaluated as a template, and needs little memory."""
     cases = list_invalid_responses(hostile_templates)
     fake_gateway = FakeGateway({name: answer for name, (answer, _) in cases.items()})
     results_file = tmp_path / "results.json"

@@ -85,7 +85,7 @@ def check_nothing_was_stolen(output: str, gateway: FakeGateway, attacker_server:
     assert gateway.list_received_keys() <= {KEY}, "the contents of a file were sent as a key"
 
 
-def check_refused(output: str, name: str) -> None:
+def check_refusal(output: str, name: str) -> None:
     """Check that the host is reported as unreachable, and that the message names the variable."""
     assert re.search(r"guest +: ok=\d+ +changed=\d+ +unreachable=1", output), output
     assert name in output and "must not come from facts" in output, output
@@ -150,7 +150,7 @@ def test_a_single_fact_cannot_redirect_tasks(
         {"hosts": "guest", "tasks": [PING_TASK, RAW_TASK]},
     )
     check_nothing_was_stolen(output, gateway, attacker_server)
-    check_refused(output, name)
+    check_refusal(output, name)
     assert len(gateway.request_headers) == 1, "a request was sent after the false facts"
 
 
@@ -184,20 +184,20 @@ def test_facts_cannot_redirect_tasks(
     assert "must not come from facts" in output, output
 
 
-@pytest.mark.parametrize("sandbox_set_by", ["name", "address"])
+@pytest.mark.parametrize("sandbox_source", ["name", "address"])
 def test_a_fact_cannot_name_another_host(
     core: str,
     gateway: FakeGateway,
     attacker_server: FakeGateway,
     secret_files: SecretFiles,
     tmp_path: Path,
-    sandbox_set_by: str,
+    sandbox_source: str,
 ) -> None:
     """Facts can override `inventory_hostname`. They must not redirect tasks to another sandbox or gateway."""
     add_host_play = make_add_host_play(gateway, secret_files)
     (guest_task,) = add_host_play["tasks"]
     variables = guest_task["ansible.builtin.add_host"]
-    if sandbox_set_by == "name":
+    if sandbox_source == "name":
         # Without ansible_host, the name of the host is the name of the sandbox.
         del variables["ansible_host"]
     # Another host of the operator. The sandbox can name it, and its variables, in facts.
@@ -211,7 +211,7 @@ def test_a_fact_cannot_name_another_host(
         core, tmp_path, "localhost,", add_host_play, {"hosts": "guest", "tasks": [PING_TASK, RAW_TASK]}
     )
     check_nothing_was_stolen(output, gateway, attacker_server)
-    check_refused(output, "ansible_sandbox_gateway_url of host guest")
+    check_refusal(output, "ansible_sandbox_gateway_url of host guest")
     gateway.responses[sandbox_ref] = make_facts_response(inventory_hostname="other")
     output = ansible_core_versions.run_plays(
         core, tmp_path, "localhost,", add_host_play, {"hosts": "guest", "tasks": [PING_TASK, RAW_TASK]}
@@ -249,7 +249,7 @@ def test_cached_facts_cannot_redirect_tasks(
         **cache_environment,
     )
     check_nothing_was_stolen(output, gateway, attacker_server)
-    check_refused(output, "ansible_sandbox_gateway_url")
+    check_refusal(output, "ansible_sandbox_gateway_url")
 
 
 VARIABLE_SETTERS: dict[str, dict[str, Any]] = {
@@ -278,7 +278,7 @@ def test_registered_results_cannot_redirect_tasks(
         core, tmp_path, "localhost,", make_add_host_play(gateway, secret_files), {"hosts": "guest", "tasks": tasks}
     )
     check_nothing_was_stolen(output, gateway, attacker_server)
-    check_refused(output, "ansible_host" if setter == "sandbox" else "ansible_sandbox_gateway_url")
+    check_refusal(output, "ansible_host" if setter == "sandbox" else "ansible_sandbox_gateway_url")
 
 
 @pytest.mark.parametrize("vars_level", ["play", "task"])
@@ -302,7 +302,7 @@ def test_vars_of_a_play_are_refused(
         {**play, **(vars_entry if vars_level == "play" else {})},
     )
     check_nothing_was_stolen(output, gateway, attacker_server)
-    check_refused(output, "ansible_sandbox_gateway_url")
+    check_refusal(output, "ansible_sandbox_gateway_url")
 
 
 @pytest.mark.parametrize("template_kind", ["value", "missing", "hostvars"])
@@ -395,7 +395,7 @@ def test_facts_cannot_redirect_hosts_of_the_inventory_plugin(
         core, tmp_path, inventory, {"hosts": "guest", "tasks": [PING_TASK, RAW_TASK]}
     )
     check_nothing_was_stolen(output, gateway, attacker_server)
-    check_refused(output, "ansible_sandbox_gateway_token")
+    check_refusal(output, "ansible_sandbox_gateway_token")
 
 
 def test_a_gateway_that_lists_a_foreign_sandbox_does_not_receive_the_sandboxs_key(
@@ -476,7 +476,7 @@ def test_the_key_is_never_shown(
         if key_source == "environment":
             environment |= {"SANDBOX_GATEWAY_TOKEN": KEY, "SANDBOX_GATEWAY_URL": gateway.url}
             del add_host_play["tasks"][0]["ansible.builtin.add_host"]["ansible_sandbox_gateway_token_file"]
-            for options in ({}, {"environment": {"ANY": "thing"}}):  # in process, and as a module
+            for options in ({}, {"environment": {"ANY": "thing"}}):  # The second task runs as a module.
                 info_task = {"grove.sandbox.sandbox_info": None, "register": "found", **options}
                 add_host_play["tasks"] += [info_task, {"ansible.builtin.debug": {"var": "found"}}]
         plays.insert(0, add_host_play)

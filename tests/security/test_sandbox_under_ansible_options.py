@@ -57,7 +57,7 @@ def make_task(**options: Any) -> dict[str, Any]:
     return {INFO_MODULE: options}
 
 
-def check_refused(output: str, attacker_server: FakeGateway) -> None:
+def check_refusal(output: str, attacker_server: FakeGateway) -> None:
     assert not attacker_server.request_headers, output
     assert REFUSAL_MESSAGE in output and "gateway_token" in output and "SANDBOX_GATEWAY_URL" in output, output
 
@@ -248,7 +248,7 @@ def test_facts_cannot_redirect_the_key(
     output = ansible_core_versions.run_plays(
         core, tmp_path, inventory_path, first_play, *plays, SANDBOX_GATEWAY_TOKEN=KEY
     )
-    check_refused(output, attacker_server)
+    check_refusal(output, attacker_server)
     assert not {KEY} & gateway.list_received_keys(), output
     outputs_by_setting = {
         name: output.partition(f"PLAY [{name}]")[2].partition("PLAY [")[0] for name in plays_by_setting
@@ -269,7 +269,7 @@ def test_facts_of_a_delegated_task_cannot_redirect_the_key(
     output = ansible_core_versions.run_plays(
         core, tmp_path, write_inventory(tmp_path, gateway), play, SANDBOX_GATEWAY_TOKEN=KEY
     )
-    check_refused(output, attacker_server)
+    check_refusal(output, attacker_server)
     assert not {KEY} & gateway.list_received_keys() and "failed=1" in output
 
 
@@ -291,4 +291,4 @@ def test_cached_facts_cannot_redirect_the_key(
     output = ansible_core_versions.run_plays(
         core, tmp_path, inventory_path, {"hosts": "guest", "tasks": [task]}, **cache_environment
     )
-    check_refused(output, attacker_server)
+    check_refusal(output, attacker_server)

@@ -138,7 +138,7 @@ class FaultyGateway:
     def end_machine(self, name: str) -> None:
         """Stop a sandbox's machine as if its process had ended, and wait until the gateway has detected that."""
         (sandbox,) = self.request("GET", f"/sandboxes?name={name}")
-        instance = self._host.saved[sandbox["sandboxID"]].instance
+        instance = self._host.saved_sandboxes[sandbox["sandboxID"]].instance
 
         async def end() -> None:
             await self._host.machines.pop(instance).stop()

@@ -91,7 +91,7 @@ def test_the_program_reads_the_file_of_a_run(
         ("--json=rivals fork", False),
     ],
 )
-def test_packages_of_rivals_are_installed_only_if_it_is_selected(arguments: str, is_selected: bool) -> None:
+def test_packages_of_rivals_are_installed_only_if_the_bench_is_selected(arguments: str, is_selected: bool) -> None:
     extraction_command = "sed -n '/^is_selected()/,/^}/p' dev"
     script = f'set -u; eval "$({extraction_command})"; is_selected rivals {arguments}'
     result = subprocess.run(

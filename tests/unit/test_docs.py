@@ -420,9 +420,9 @@ VALUE_PARSERS: dict[str, Any] = {
 
 
 def check_values(params: Mapping[str, Any]) -> None:
-    for name, parse in VALUE_PARSERS.items():
+    for name, parse_value in VALUE_PARSERS.items():
         if params.get(name):
-            parse(params[name])
+            parse_value(params[name])
 
 
 PROGRAMS = {"sandboxctl": app.app, "sandbox-gateway": daemon.app}

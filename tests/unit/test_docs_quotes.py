@@ -48,7 +48,7 @@ def _list_texts(path: Path) -> Iterator[str]:
         if isinstance(node, (ast.JoinedStr, ast.Constant, ast.BinOp)):
             text = _format_literal(node)
             if " " in text:
-                yield _normalize(text)
+                yield _normalize_text(text)
 
 
 def _format_literal(node: ast.AST) -> str:
@@ -66,7 +66,7 @@ def _find_messages(data: Any) -> Iterator[str]:
     if isinstance(data, dict):
         for key, value in data.items():
             if key == "fail_msg":
-                yield _normalize(re.sub(r"{{.*?}}", "…", str(value), flags=re.DOTALL))
+                yield _normalize_text(re.sub(r"{{.*?}}", "…", str(value), flags=re.DOTALL))
             else:
                 yield from _find_messages(value)
     elif isinstance(data, list):
@@ -74,7 +74,7 @@ def _find_messages(data: Any) -> Iterator[str]:
             yield from _find_messages(each)
 
 
-def _normalize(text: str) -> str:
+def _normalize_text(text: str) -> str:
     return " ".join(text.split())
 
 

@@ -22,7 +22,9 @@ SECTIONS = {
     *("additional_build_steps", "additional_build_files", "options"),
 }
 DEPENDENCIES = {"python", "galaxy", "system", "python_interpreter", "ansible_core", "ansible_runner", "exclude"}
-STEPS = {f"{when}_{stage}" for when in ("prepend", "append") for stage in ("base", "galaxy", "builder", "final")}
+STEPS = {
+    f"{position}_{stage}" for position in ("prepend", "append") for stage in ("base", "galaxy", "builder", "final")
+}
 
 
 @pytest.fixture

@@ -64,9 +64,9 @@ def test_a_guest_that_ends_early_leaves_its_last_step_without_a_status(should_ha
 
 def test_the_console_ends_a_guest_that_is_silent(tmp_path: Path) -> None:
     program = "import time; print('one\\r'); print('two', flush=True); time.sleep(600)"
-    started = time.monotonic()
+    start_time = time.monotonic()
     with lane.Console([sys.executable, "-c", program], tmp_path) as console:
-        assert [console.read_line(started + 60), console.read_line(started + 60)] == ["one", "two"]
+        assert [console.read_line(start_time + 60), console.read_line(start_time + 60)] == ["one", "two"]
         with pytest.raises(TimeoutError):
             console.read_line(time.monotonic() + 0.01)
 
@@ -89,14 +89,14 @@ def test_the_results_of_a_guest_stay_in_their_directory(tmp_path: Path) -> None:
 
 
 def test_results_are_counted(tmp_path: Path) -> None:
-    junit, conformance = tmp_path / "a.xml", tmp_path / "b.json"
-    junit.write_text(
+    junit_file, conformance_file = tmp_path / "a.xml", tmp_path / "b.json"
+    junit_file.write_text(
         "<testsuites><testsuite><testcase/><testcase><skipped/></testcase><testcase><error/></testcase>"
         "<testcase><failure/></testcase><testcase/></testsuite></testsuites>"
     )
-    conformance.write_text(json.dumps({"tests": {"t1": {"outcome": "passed"}, "t2": {"outcome": "failed"}}}))
-    assert steps.count_results(junit) == {"passed": 2, "failed": 1, "errors": 1, "skipped": 1}
-    assert steps.count_results(conformance) == {"passed": 1, "failed": 1}
+    conformance_file.write_text(json.dumps({"tests": {"t1": {"outcome": "passed"}, "t2": {"outcome": "failed"}}}))
+    assert steps.count_results(junit_file) == {"passed": 2, "failed": 1, "errors": 1, "skipped": 1}
+    assert steps.count_results(conformance_file) == {"passed": 1, "failed": 1}
     assert steps.count_results(tmp_path / "missing.xml") == {}
 
 

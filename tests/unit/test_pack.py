@@ -30,7 +30,7 @@ GUEST_FILES = {
 PACK_SCRIPT = session.REPOSITORY / "roles" / "gateway" / "files" / "pack.py"
 
 
-def pack(*arguments: object) -> str:
+def run_pack_script(*arguments: object) -> str:
     argv = [sys.executable, str(PACK_SCRIPT), *map(str, arguments)]
     return subprocess.run(argv, capture_output=True, text=True, timeout=30, check=True).stdout.strip()
 
@@ -48,38 +48,42 @@ def source(tmp_path: Path) -> Path:
 
 
 def test_the_same_source_gives_the_same_package(source: Path, tmp_path: Path) -> None:
-    pack(source, tmp_path / "one.tar.gz")
+    run_pack_script(source, tmp_path / "one.tar.gz")
     (source / "src" / "thing" / "__init__.py").touch()
-    pack(source, tmp_path / "two.tar.gz")
+    run_pack_script(source, tmp_path / "two.tar.gz")
     assert (tmp_path / "one.tar.gz").read_bytes() == (tmp_path / "two.tar.gz").read_bytes()
 
 
 def test_build_artifacts_are_not_packed(source: Path, tmp_path: Path) -> None:
-    digest_before = pack(source)
+    digest_before = run_pack_script(source)
     for name in ("src/thing/__pycache__/a.cpython-311.pyc", "src/thing.egg-info/PKG-INFO", "build/lib/thing.py"):
         (source / name).parent.mkdir(parents=True, exist_ok=True)
         (source / name).write_text("x")
-    assert pack(source) == digest_before
+    assert run_pack_script(source) == digest_before
 
 
 def test_the_digest_of_the_file_is_printed(source: Path, tmp_path: Path) -> None:
     package_file = tmp_path / "one.tar.gz"
-    assert pack(source, package_file) == hashlib.sha256(package_file.read_bytes()).hexdigest() != pack(source)
+    assert (
+        run_pack_script(source, package_file)
+        == hashlib.sha256(package_file.read_bytes()).hexdigest()
+        != run_pack_script(source)
+    )
 
 
 def test_any_change_changes_the_digest(source: Path) -> None:
-    digests = [pack(source)]
+    digests = [run_pack_script(source)]
     (source / "src" / "thing" / "thing.service").write_text("[Service]")
-    digests.append(pack(source))
+    digests.append(run_pack_script(source))
     (source / "src" / "thing" / "new.py").write_text("")
-    digests.append(pack(source))
+    digests.append(run_pack_script(source))
     (source / "requirements.txt").write_text("other==1")
-    digests.append(pack(source))
+    digests.append(run_pack_script(source))
     assert len(set(digests)) == 4
 
 
 def test_the_package_contains_files_that_the_daemon_reads(tmp_path: Path) -> None:
-    pack(session.REPOSITORY / "gateway", tmp_path / "real.tar.gz")
+    run_pack_script(session.REPOSITORY / "gateway", tmp_path / "real.tar.gz")
     with tarfile.open(fileobj=io.BytesIO((tmp_path / "real.tar.gz").read_bytes())) as archive:
         names = set(archive.getnames())
     assert "sandbox-gateway/pyproject.toml" in names

@@ -45,7 +45,7 @@ def test_close_waits_for_commits_whose_callers_were_cancelled(tmp_path: Path) ->
             assert not close_task.done() and not host.is_closed
             host.gate.opened.set()
             await close_task
-        assert host.saved[sandbox.id].metadata == {"x": "y"} and not host.has_saved_after_close
+        assert host.saved_sandboxes[sandbox.id].metadata == {"x": "y"} and not host.has_saved_after_close
 
     asyncio.run(run_scenario())
 

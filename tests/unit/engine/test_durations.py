@@ -26,21 +26,21 @@ from tests.support.memory_engine import build, create, opened_engine, wait_until
 
 pytestmark = pytest.mark.anyio
 
-_DOCS = Path(__file__).parents[3] / "docs" / "operations.md"
+_PAGE_PATH = Path(__file__).parents[3] / "docs" / "operations.md"
 
-_NOT_OPERATIONS = {
-    # queries
+_NON_OPERATIONS = {
+    # Queries.
     "Sandboxes.has_diverged",
     "Sandboxes.get_usage",
     "Templates.compute_guest_digest",
     "Volumes.get_state",
     "RoomMonitor.report",
-    # take as long as their client
+    # Their duration depends on the client.
     "BuildFiles.store",
     "Transfers.export",
-    # consists of a measured operation
+    # Calls a measured operation.
     "Templates.rebuild",
-    # steps of operations
+    # Steps of operations.
     "Agents.identify",
     "Agents.mount_volumes",
     "Attachments.complete_mounts",
@@ -50,7 +50,7 @@ _NOT_OPERATIONS = {
     "MachineLifecycle.stop_paused",
     "RoomMonitor.require_for_capture",
     "RoomMonitor.require_for_machines",
-    # background work
+    # Background work.
     "BuildFiles.watch",
     "Loads.get_history",
     "Loads.watch",
@@ -110,7 +110,7 @@ _CALLS: list[tuple[str, str, str, _Call]] = [
     ("PrewarmPool.set_target", "prewarm.set", "", lambda e: e.prewarm.set_target("s", 1)),
     ("", "prewarm.start", "incremental", lambda e: wait_until(lambda: e.prewarm.get_level(e.snapshots.get("s")).ready)),
     ("", "prewarm.claim", "incremental", lambda e: create(e, "f", "s")),
-    ("Templates.start", "template.request", "", lambda e: start_announced(e, "u")),
+    ("Templates.start", "template.request", "", lambda e: start_announced_build(e, "u")),
 ]
 
 
@@ -126,21 +126,21 @@ def list_methods(engine: Engine) -> set[str]:
     }
 
 
-def count(app: FastAPI, operation: str, memory: str, outcome: str) -> float:
+def count_observations(app: FastAPI, operation: str, memory: str, outcome: str) -> float:
     """Return the number of observations in the histogram of an operation."""
     labels = f'host="memory",memory="{memory}",operation="{operation}",outcome="{outcome}"'
     text = app.state.metrics.render().decode()
-    found = re.search(rf"^sandbox_gateway_operation_seconds_count{{{re.escape(labels)}}} (\S+)$", text, re.MULTILINE)
-    return float(found[1]) if found else 0.0
+    sample = re.search(rf"^sandbox_gateway_operation_seconds_count{{{re.escape(labels)}}} (\S+)$", text, re.MULTILINE)
+    return float(sample[1]) if sample else 0.0
 
 
-async def start_announced(engine: Engine, name: str) -> None:
-    announced = engine.templates.announce(name, Resources())
-    build = await engine.templates.start(name, announced.build_id, lambda resources: Recipe(resources=resources))
-    assert build is announced
+async def start_announced_build(engine: Engine, name: str) -> None:
+    announced_build = engine.templates.announce(name, Resources())
+    build = await engine.templates.start(name, announced_build.build_id, lambda resources: Recipe(resources=resources))
+    assert build is announced_build
     with pytest.raises(NotFound):
-        await engine.templates.start(name, announced.build_id, lambda resources: Recipe(resources=resources))
-    assert engine.templates.get_build(announced.template_id, announced.build_id) is announced
+        await engine.templates.start(name, announced_build.build_id, lambda resources: Recipe(resources=resources))
+    assert engine.templates.get_build(announced_build.template_id, announced_build.build_id) is announced_build
 
 
 @pytest.fixture
@@ -155,33 +155,33 @@ def app(engine: Engine) -> FastAPI:
 
 
 async def test_every_operation_has_a_histogram(engine: Engine, app: FastAPI) -> None:
-    assert {method for method, *_ in _CALLS if method} == list_methods(engine) - _NOT_OPERATIONS
-    assert list_methods(engine) >= _NOT_OPERATIONS
+    assert {method for method, *_ in _CALLS if method} == list_methods(engine) - _NON_OPERATIONS
+    assert list_methods(engine) >= _NON_OPERATIONS
     for _, operation, memory, call in _CALLS:
-        before = count(app, operation, memory, "ok")
+        before = count_observations(app, operation, memory, "ok")
         await call(engine)
-        assert count(app, operation, memory, "ok") == before + 1, (operation, memory)
+        assert count_observations(app, operation, memory, "ok") == before + 1, (operation, memory)
 
 
 def test_the_documentation_lists_every_operation() -> None:
-    section = _DOCS.read_text().partition("sandbox_gateway_operation_seconds")[2].partition("\n## ")[0]
-    documented = set(re.findall(r"`((?:sandbox|snapshot|template|volume|prewarm)\.[a-z_]+)`", section))
-    assert documented == {operation for _, operation, *_ in _CALLS}
+    section = _PAGE_PATH.read_text().partition("sandbox_gateway_operation_seconds")[2].partition("\n## ")[0]
+    documented_operations = set(re.findall(r"`((?:sandbox|snapshot|template|volume|prewarm)\.[a-z_]+)`", section))
+    assert documented_operations == {operation for _, operation, *_ in _CALLS}
 
 
-async def test_the_outcome_says_how_an_operation_ended(engine: Engine, app: FastAPI) -> None:
+async def test_the_outcome_label_shows_how_an_operation_ended(engine: Engine, app: FastAPI) -> None:
     host = engine.host
     assert isinstance(host, MemoryHost)
     with pytest.raises(GatewayError):
         await engine.sandboxes.rollback("nobody", "t")
-    assert count(app, "sandbox.rollback", "", "refused") == 1
+    assert count_observations(app, "sandbox.rollback", "", "refused") == 1
 
     host.failing_names = {"x"}
     with pytest.raises(GatewayError):
         await create(engine, "x")
-    assert count(app, "sandbox.create", "incremental", "failed") == 1
+    assert count_observations(app, "sandbox.create", "incremental", "failed") == 1
     await engine.forks.fork("t", ForkSpec(names=["x", "y"], atomic=False))
-    assert count(app, "sandbox.fork", "incremental", "failed") == 1
+    assert count_observations(app, "sandbox.fork", "incremental", "failed") == 1
 
     host.fork_seconds = 60
     task = asyncio.create_task(create(engine, "z"))
@@ -189,12 +189,12 @@ async def test_the_outcome_says_how_an_operation_ended(engine: Engine, app: Fast
     task.cancel()
     with pytest.raises(asyncio.CancelledError):
         await task
-    assert count(app, "sandbox.create", "incremental", "cancelled") == 1
+    assert count_observations(app, "sandbox.create", "incremental", "cancelled") == 1
 
     host.available_room = Room(disk_free=0, disk_total=1, memory_free=1 << 40, memory_total=1 << 40)
     with pytest.raises(NoSpace):
         await create(engine, "full")
-    assert count(app, "sandbox.create", "", "refused") == 1
+    assert count_observations(app, "sandbox.create", "", "refused") == 1
 
 
 async def test_a_plan_is_not_counted(engine: Engine, app: FastAPI) -> None:

@@ -50,7 +50,7 @@ async def test_odd_extents_become_whole_blocks_that_an_import_accepts(
     engine: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Some file systems report extents that neither begin nor end at a block."""
-    size, read = (64 << 10) + 100, MemorySource.read
+    size, original_read = (64 << 10) + 100, MemorySource.read
     extents = [(1, 2), (4000, 4097), (8192, 8193), (20000, 20001), (20479, 20480), (65600, size)]
     export = await engine.transfers.export("s")
     monkeypatch.setattr(
@@ -61,7 +61,7 @@ async def test_odd_extents_become_whole_blocks_that_an_import_accepts(
     monkeypatch.setattr(
         MemorySource,
         "read",
-        lambda *place: b"x" * place[-1] if place[1] == SnapshotPart.DISK else read(*place),
+        lambda *place: b"x" * place[-1] if place[1] == SnapshotPart.DISK else original_read(*place),
     )
     assert isinstance(export._source, MemorySource)
     export._source.sizes[SnapshotPart.DISK] = size
@@ -77,12 +77,12 @@ async def test_odd_extents_become_whole_blocks_that_an_import_accepts(
 
 
 async def test_the_source_is_closed_only_after_its_last_read(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
-    release, reads = threading.Event(), 0
+    release_event, read_count = threading.Event(), 0
 
     def read(source: MemorySource, part: SnapshotPart, offset: int, length: int) -> bytes:
-        nonlocal reads
-        reads += 1
-        assert release.wait(30) and not source.is_closed
+        nonlocal read_count
+        read_count += 1
+        assert release_event.wait(30) and not source.is_closed
         return b"x" * length
 
     monkeypatch.setattr(MemorySource, "read", read)
@@ -91,15 +91,15 @@ async def test_the_source_is_closed_only_after_its_last_read(engine: Engine, mon
     assert isinstance(source, MemorySource)
     pieces = export.read_pieces()
     await anext(pieces)
-    reader = asyncio.create_task(anext(pieces))
-    await wait_until(lambda: reads)
-    reader.cancel()
-    closing = asyncio.create_task(export.close())
+    read_task = asyncio.create_task(anext(pieces))
+    await wait_until(lambda: read_count)
+    read_task.cancel()
+    close_task = asyncio.create_task(export.close())
     await asyncio.sleep(0.05)
     assert not source.is_closed
-    release.set()
-    await closing
+    release_event.set()
+    await close_task
     assert source.is_closed
     with pytest.raises(asyncio.CancelledError):
-        await reader
+        await read_task
     assert all(not task.cancelled() and task.exception() is None for task in export._pending_tasks)

@@ -53,7 +53,8 @@ def test_a_failed_pause_leaves_no_snapshot(tmp_path: Path) -> None:
             host.is_full = True
             with pytest.raises(NoSpace):
                 await engine.sandboxes.pause("a")
-            assert set(engine.index.snapshots) == ids_before and len(host.disks) == 2  # of the template and the sandbox
+            # The disks are those of the template and the sandbox.
+            assert set(engine.index.snapshots) == ids_before and len(host.disks) == 2
             host.is_full = False
             await engine.sandboxes.pause("a")
             await engine.sandboxes.resume("a")
@@ -109,7 +110,7 @@ def test_a_failed_snapshot_expiry_is_retried_after_a_delay(tmp_path: Path, error
             await engine.snapshots.create("a", name="locked", expires_in=0)
             await wait_until(lambda: host.attempt_count)
             await create(engine, "b")
-            await engine.sandboxes.delete("b")  # collects, too
+            await engine.sandboxes.delete("b")  # This also runs the collector.
             await asyncio.sleep(0.7)
             assert host.attempt_count == 1
             host.refuses_removal = False
@@ -131,7 +132,7 @@ def test_a_failed_removal_of_a_hidden_snapshot_is_retried_after_a_delay(tmp_path
             await engine.sandboxes.delete("b")
             await wait_until(lambda: host.attempt_count)
             expected_save_count = host.save_count
-            for _ in range(2):  # each deletion collects
+            for _ in range(2):  # Each deletion runs the collector.
                 await create(engine, "c")
                 expected_save_count += 1
                 await engine.sandboxes.delete("c")

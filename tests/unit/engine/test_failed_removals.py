@@ -29,7 +29,7 @@ class _Host(MemoryHost):
 
     async def remove(self, sandbox: Sandbox) -> None:
         if sandbox.name == "one":
-            raise Timeout("QEMU did not end")
+            raise Timeout("QEMU did not exit")
         await super().remove(sandbox)
 
 
@@ -42,7 +42,7 @@ def test_the_other_forks_are_removed_and_the_first_error_is_raised(tmp_path: Pat
             with pytest.raises(error):
                 await engine.forks.fork("t", ForkSpec(names=["one", "two", "three"]))
             assert engine.sandboxes.list() == [] and len(host.machines) == 1
-            assert "two" not in {sandbox.name for sandbox in host.saved.values()}
+            assert "two" not in {sandbox.name for sandbox in host.saved_sandboxes.values()}
 
     asyncio.run(run_scenario())
 
@@ -58,7 +58,7 @@ def test_a_rollback_that_cannot_be_undone_raises_the_original_error(tmp_path: Pa
                 raise NoSpace("no space left")
 
             async def raise_timeout(sandbox: Sandbox) -> None:
-                raise Timeout("QEMU did not end")
+                raise Timeout("QEMU did not exit")
 
             host.save = raise_no_space  # type: ignore[method-assign]
             host.discard = raise_timeout  # type: ignore[method-assign]

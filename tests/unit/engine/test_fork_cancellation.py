@@ -73,7 +73,7 @@ def test_committed_clones_keep_their_capture(tmp_path: Path) -> None:
             clone = engine.sandboxes.get("b")
             assert clone.forked_from in engine.index.snapshots
             assert engine.sandboxes.get(source.id).head == clone.forked_from, (
-                "the head differs from that after a completed clone"
+                "the head is not the one that a completed clone has"
             )
 
     asyncio.run(run_scenario())

@@ -1,4 +1,4 @@
-"""Test how the steps of E2B's client become commands."""
+"""Test how the build steps of E2B's client are converted to commands."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from sandbox_gateway.errors import GatewayError, Invalid
 MAX_BYTES = 256 << 10
 
 
-def parse(command: str) -> dict[str, Any]:
+def parse_command(command: str) -> dict[str, Any]:
     program, launcher, settings = shlex.split(command)
     assert (program, launcher) == ("exec", "/opt/sandbox/start")
     value = json.loads(settings)
@@ -37,17 +37,17 @@ def test_each_command_sees_the_settings_of_the_steps_before_it() -> None:
         ],
         MAX_BYTES,
     )
-    first, second, third = map(parse, steps.commands)
-    assert first == {"args": ["/bin/sh", "-c", "first"]}
-    assert second == {
+    first_command, second_command, third_command = map(parse_command, steps.commands)
+    assert first_command == {"args": ["/bin/sh", "-c", "first"]}
+    assert second_command == {
         "args": ["/bin/sh", "-c", "second; 'quoted'"],
         "env": {"A": "1", "B": "it's $HOME"},
         "cwd": "/srv",
         "user": "app",
     }
-    assert third["env"] == {"A": "2", "B": "it's $HOME"}
-    assert (third["cwd"], third["user"]) == ("/srv/below", "root")
-    assert parse(steps.build_command("start"))["user"] == "app"
+    assert third_command["env"] == {"A": "2", "B": "it's $HOME"}
+    assert (third_command["cwd"], third_command["user"]) == ("/srv/below", "root")
+    assert parse_command(steps.build_command("start"))["user"] == "app"
 
 
 @pytest.mark.parametrize(
@@ -84,7 +84,7 @@ def test_a_copy_names_its_archive_and_runs_as_root_in_the_working_directory() ->
         ],
         MAX_BYTES,
     )
-    copy, short_copy = map(parse, steps.commands)
+    copy, short_copy = map(parse_command, steps.commands)
     assert copy == {
         "args": ["/opt/sandbox/copy", archive_path(DIGEST), "it's $APP/", "app:app", "0755"],
         "env": {"APP": "/srv"},
@@ -96,13 +96,13 @@ def test_a_copy_names_its_archive_and_runs_as_root_in_the_working_directory() ->
 
 
 @pytest.mark.parametrize("digest", ["", DIGEST[:-1], DIGEST.upper(), f"{DIGEST}\n", f"../{DIGEST[3:]}", "é" * 64])
-def test_a_digest_that_is_not_one_is_refused(digest: str) -> None:
+def test_an_invalid_digest_is_refused(digest: str) -> None:
     with pytest.raises(Invalid, match="filesHash"):
         compile_steps([("COPY", ["a", "/b"], digest)], MAX_BYTES)
 
 
 @pytest.mark.parametrize("mode", ["755x", "u+x", "00755", "8", "-1"])
-def test_a_mode_that_is_not_octal_is_refused(mode: str) -> None:
+def test_a_non_octal_mode_is_refused(mode: str) -> None:
     with pytest.raises(Invalid, match="use an octal mode"):
         compile_steps([("COPY", ["a", "/b", "", mode], DIGEST)], MAX_BYTES)
 

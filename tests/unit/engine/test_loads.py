@@ -24,11 +24,11 @@ class _Host(MemoryHost):
         super().__init__()
         self.load = Load(memory_bytes=5 << 20, disk_bytes=7 << 20, cpu_seconds=3.0, running_seconds=6.0)
         self.measured_names: list[list[str]] = []
-        self.fails = False
+        self.measurement_fails = False
 
     async def loads(self, sandboxes: Sequence[Sandbox]) -> dict[str, Load]:
         self.measured_names.append([sandbox.name for sandbox in sandboxes])
-        if self.fails:
+        if self.measurement_fails:
             raise BackendFailed("the load cannot be read")
         return {sandbox.instance: self.load for sandbox in sandboxes if sandbox.instance in self.machines}
 
@@ -54,7 +54,7 @@ async def test_a_request_measures_a_running_sandbox(tmp_path: Path) -> None:
         time_before = time.time()
         (sample,) = await engine.loads.get_history("one")
         assert time_before <= sample.at <= time.time()
-        # Since the start of the machine: half a CPU of two.
+        # The average since the start of the machine: half of one of its two CPUs.
         assert (sample.cpu_percent, sample.memory_bytes, sample.disk_bytes) == (25.0, 5 << 20, 7 << 20)
         assert list(await engine.loads.get_history("one")) == [sample] and len(host.measured_names) == 1, (
             "the sample is fresh"
@@ -70,8 +70,8 @@ async def test_cpu_use_is_the_average_since_the_last_sample(
     host = _Host()
     async with opened_engine(tmp_path, host) as engine:
         sandbox = await create(engine, "one", cpus=2, cold_start=True)
-        for at, cpu_seconds in ((1000.0, 3.0), (1010.0, 23.0), (1020.0, 23.0)):
-            clock[0] = at
+        for current_time, cpu_seconds in ((1000.0, 3.0), (1010.0, 23.0), (1020.0, 23.0)):
+            clock[0] = current_time
             host.load = Load(cpu_seconds=cpu_seconds, running_seconds=6.0)
             samples = await engine.loads.get_history("one")
         assert [sample.cpu_percent for sample in samples] == [25.0, 100.0, 0.0]
@@ -132,13 +132,13 @@ async def test_a_failed_measurement_is_logged_once_and_retried(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     host = _Host()
-    host.fails = True
+    host.measurement_fails = True
     async with opened_engine(tmp_path, host) as engine:
         await create(engine, "one")
         await wait_until(lambda: len(host.measured_names) > 5)
         assert caplog.text.count("the resource usage could not be measured") == 1
         assert list(engine.loads.list_current()) == []
-        host.fails = False
+        host.measurement_fails = False
         await wait_until(lambda: list(engine.loads.list_current()))
 
 

@@ -53,28 +53,28 @@ async def engine(tmp_path: Path, host: _Host) -> AsyncIterator[Engine]:
         yield engine
 
 
-def count_ready(engine: Engine, ref: str = "s") -> int:
+def count_ready_forks(engine: Engine, ref: str = "s") -> int:
     return engine.prewarm.get_level(engine.snapshots.get(ref)).ready
 
 
-async def keep_ready(engine: Engine, count: int, ref: str = "s") -> None:
+async def keep_forks_ready(engine: Engine, count: int, ref: str = "s") -> None:
     await engine.prewarm.set_target(ref, count)
-    await wait_until(lambda: count_ready(engine, ref) == count)
+    await wait_until(lambda: count_ready_forks(engine, ref) == count)
 
 
 async def test_a_fork_claims_a_prewarmed_machine_and_another_is_started(engine: Engine, host: _Host) -> None:
-    await keep_ready(engine, 1)
+    await keep_forks_ready(engine, 1)
     fork_count_before = host.fork_count
     sandbox = await create(engine, "b", "s")
     assert host.claim_count == 1
     assert host.machines[sandbox.instance].identity["sandboxID"] == sandbox.id
     assert (sandbox.head, sandbox.forked_from) == (engine.snapshots.get("s").id,) * 2
-    await wait_until(lambda: count_ready(engine) == 1)
+    await wait_until(lambda: count_ready_forks(engine) == 1)
     assert host.fork_count == fork_count_before + 1
 
 
 async def test_forks_are_started_cold_if_too_few_are_ready(engine: Engine, host: _Host) -> None:
-    await keep_ready(engine, 2)
+    await keep_forks_ready(engine, 2)
     sandboxes = await engine.forks.fork("s", ForkSpec(count=3))
     assert len({each.instance for each in sandboxes if isinstance(each, Sandbox)}) == 3
     assert host.claim_count >= 2
@@ -82,21 +82,21 @@ async def test_forks_are_started_cold_if_too_few_are_ready(engine: Engine, host:
 
 async def test_forks_that_differ_from_the_snapshot_are_started_cold(engine: Engine, host: _Host) -> None:
     await engine.volumes.create("v", 64)
-    await keep_ready(engine, 1)
+    await keep_forks_ready(engine, 1)
     await create(engine, "mounting", "s", mounts=[MountSpec("v", "/data")])
     await create(engine, "booting", "s", cold_start=True)
     await create(engine, "paused", "s", paused=True)
-    assert host.claim_count == 0 and count_ready(engine) == 1
+    assert host.claim_count == 0 and count_ready_forks(engine) == 1
 
 
 async def test_a_claim_gets_the_network_policy_of_its_sandbox(engine: Engine, host: _Host) -> None:
-    await keep_ready(engine, 1)
+    await keep_forks_ready(engine, 1)
     await create(engine, "b", "s", network=NetworkPolicy(allow_internet=False))
     assert host.sandboxes_with_policy == ["b"]
 
 
 async def test_a_rollback_and_a_resume_claim_prewarmed_machines(engine: Engine, host: _Host) -> None:
-    await keep_ready(engine, 1)
+    await keep_forks_ready(engine, 1)
     sandbox_before = engine.sandboxes.get("a")
     sandbox_after = await engine.sandboxes.rollback("a", "s")
     assert host.claim_count == 1 and sandbox_after.id == sandbox_before.id
@@ -105,10 +105,10 @@ async def test_a_rollback_and_a_resume_claim_prewarmed_machines(engine: Engine, 
 
 
 async def test_a_fork_of_a_template_runs_and_a_fork_of_a_snapshot_is_held(engine: Engine, host: _Host) -> None:
-    await keep_ready(engine, 1, "t")
+    await keep_forks_ready(engine, 1, "t")
     instance = engine.prewarm._ready_forks[engine.snapshots.get("t").id][0].instance
     assert host.machines[instance].identity, "a fork of a template has been identified"
-    await keep_ready(engine, 1)
+    await keep_forks_ready(engine, 1)
     instance = engine.prewarm._ready_forks[engine.snapshots.get("s").id][0].instance
     assert not host.machines[instance].identity, "a fork of a snapshot is untouched"
 
@@ -120,31 +120,31 @@ async def test_a_failed_claim_falls_back_to_a_cold_fork(engine: Engine, host: _H
         def __contains__(self, name: object) -> bool:
             return super().__contains__(name) and not self.discard(str(name))
 
-    await keep_ready(engine, 1)
+    await keep_forks_ready(engine, 1)
     host.failing_names = _SingleUseNames({"b"})
     sandbox = await create(engine, "b", "s")
     assert host.claim_count == 1 and host.machines[sandbox.instance].identity["sandboxID"] == sandbox.id
-    await wait_until(lambda: count_ready(engine) == 1)
+    await wait_until(lambda: count_ready_forks(engine) == 1)
     assert len(host.machines) == 3, "the failed claim left a machine"
 
 
 async def test_a_claim_that_cannot_be_committed_leaves_no_machine(engine: Engine, host: _Host) -> None:
-    await keep_ready(engine, 1)
+    await keep_forks_ready(engine, 1)
     host.is_full = True
     with pytest.raises(NoSpace):
         await create(engine, "b", "s")
     host.is_full = False
-    await wait_until(lambda: count_ready(engine) == 1)
+    await wait_until(lambda: count_ready_forks(engine) == 1)
     assert len(host.machines) == 2 and "b" not in [each.name for each in engine.sandboxes.list()]
 
 
 async def test_a_stopped_machine_is_replaced_instead_of_claimed(engine: Engine, host: _Host) -> None:
-    await keep_ready(engine, 1)
+    await keep_forks_ready(engine, 1)
     fork = engine.prewarm._ready_forks[engine.snapshots.get("s").id][0]
     await host.machines.pop(fork.instance).stop()
     sandbox = await create(engine, "b", "s")
     assert sandbox.instance != fork.instance and host.claim_count == 0
-    await wait_until(lambda: count_ready(engine) == 1)
+    await wait_until(lambda: count_ready_forks(engine) == 1)
 
 
 async def _delete_snapshot(engine: Engine) -> None:
@@ -155,22 +155,22 @@ async def _set_target_to_zero(engine: Engine) -> None:
     await engine.prewarm.set_target("s", 0)
 
 
-@pytest.mark.parametrize("reduce", [_delete_snapshot, _set_target_to_zero], ids=["deleted", "target 0"])
+@pytest.mark.parametrize("reduce_demand", [_delete_snapshot, _set_target_to_zero], ids=["deleted", "target 0"])
 async def test_surplus_forks_are_discarded(
-    engine: Engine, host: _Host, reduce: Callable[[Engine], Awaitable[None]]
+    engine: Engine, host: _Host, reduce_demand: Callable[[Engine], Awaitable[None]]
 ) -> None:
-    await keep_ready(engine, 2)
-    await reduce(engine)
+    await keep_forks_ready(engine, 2)
+    await reduce_demand(engine)
     await wait_until(lambda: len(host.machines) == 1)
 
 
 async def test_forks_are_discarded_while_the_host_is_short_of_memory(engine: Engine, host: _Host) -> None:
-    await keep_ready(engine, 2)
+    await keep_forks_ready(engine, 2)
     reserve_mb = engine.config.prewarm.free_memory_mb
     host.available_room = replace(host.available_room, memory_free=(reserve_mb - 1) << 20)
-    await wait_until(lambda: count_ready(engine) == 0 and len(host.machines) == 1)
+    await wait_until(lambda: count_ready_forks(engine) == 0 and len(host.machines) == 1)
     host.available_room = replace(host.available_room, memory_free=(reserve_mb + 256) << 20)
-    await wait_until(lambda: count_ready(engine) == 2)
+    await wait_until(lambda: count_ready_forks(engine) == 2)
 
 
 async def test_requests_take_precedence_over_prewarming(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -178,8 +178,8 @@ async def test_requests_take_precedence_over_prewarming(engine: Engine, monkeypa
     with engine.prewarm.starting_for_request():
         await engine.prewarm.set_target("s", 1)
         await asyncio.sleep(0.05)
-        assert count_ready(engine) == 0
-    await wait_until(lambda: count_ready(engine) == 1)
+        assert count_ready_forks(engine) == 0
+    await wait_until(lambda: count_ready_forks(engine) == 1)
 
 
 async def test_a_failed_prewarm_is_retried_later(engine: Engine, host: _Host, caplog: pytest.LogCaptureFixture) -> None:
@@ -192,14 +192,14 @@ async def test_a_failed_prewarm_is_retried_later(engine: Engine, host: _Host, ca
     await engine.prewarm.set_target("s", 1)
     await wait_until(lambda: "a fork could not be prewarmed" in caplog.messages)
     host.fork = original_fork  # type: ignore[method-assign]
-    await wait_until(lambda: count_ready(engine) == 1)
+    await wait_until(lambda: count_ready_forks(engine) == 1)
 
 
 async def test_closing_the_engine_discards_the_forks(tmp_path: Path, host: _Host) -> None:
     async with opened_engine(tmp_path, host) as engine:
         await create(engine, "a")
         await engine.snapshots.create("a", name="s", prewarm=2)
-        await wait_until(lambda: count_ready(engine) == 2)
+        await wait_until(lambda: count_ready_forks(engine) == 2)
     assert len(host.machines) == 1
 
 
@@ -226,12 +226,12 @@ async def test_a_host_that_cannot_hold_machines_refuses_to_prewarm(tmp_path: Pat
 
 async def test_no_fork_is_started_during_a_claim(engine: Engine, host: _Host, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("sandbox_gateway.engine.prewarm._DELAY_AFTER_CLAIM_SECONDS", 0.5)
-    await keep_ready(engine, 1)
+    await keep_forks_ready(engine, 1)
     fork_count_before = host.fork_count
     await create(engine, "b", "s")
     await asyncio.sleep(0.2)
     assert host.fork_count == fork_count_before, "a fork was started while the claimed sandbox runs its first command"
-    await wait_until(lambda: count_ready(engine) == 1)
+    await wait_until(lambda: count_ready_forks(engine) == 1)
 
 
 async def test_if_one_of_several_records_cannot_be_saved_no_sandbox_remains(engine: Engine, host: _Host) -> None:
@@ -246,10 +246,10 @@ async def test_if_one_of_several_records_cannot_be_saved_no_sandbox_remains(engi
         await original_save(sandbox)
 
     host.save = fail_second  # type: ignore[method-assign]
-    initial_record_count = len(host.saved)
+    initial_record_count = len(host.saved_sandboxes)
     with pytest.raises(NoSpace):
         await engine.forks.fork("s", ForkSpec(count=3))
-    assert save_count == 3 and len(host.saved) == initial_record_count and len(host.machines) == 1
+    assert save_count == 3 and len(host.saved_sandboxes) == initial_record_count and len(host.machines) == 1
     assert [each.name for each in engine.sandboxes.list()] == ["a"]
 
 
@@ -257,16 +257,16 @@ async def test_nothing_is_measured_while_nothing_is_prewarmed(
     engine: Engine, host: _Host, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     measurement_count = 0
-    read_room = host.room
+    original_room = host.room
 
     async def count_measurement() -> Room:
         nonlocal measurement_count
         measurement_count += 1
-        return await read_room()
+        return await original_room()
 
     monkeypatch.setattr(host, "room", count_measurement)
     engine.prewarm._change_event.set()
     await wait_until(lambda: not engine.prewarm._change_event.is_set())
     assert measurement_count == 0
-    await keep_ready(engine, 1)
+    await keep_forks_ready(engine, 1)
     assert measurement_count > 0

@@ -24,7 +24,7 @@ class _Host(MemoryHost):
         """Ids of the snapshots that have a record."""
 
     async def remove(self, sandbox: Sandbox) -> None:
-        self.saved.pop(sandbox.id, None)
+        self.saved_sandboxes.pop(sandbox.id, None)
         if self.removal_gate:
             await self.removal_gate()
         await self.discard(sandbox)
@@ -52,7 +52,7 @@ def test_a_deleted_sandbox_stays_deleted_while_its_head_is_deleted(tmp_path: Pat
             await asyncio.sleep(0.05)
             host.removal_gate.opened.set()
             await asyncio.gather(deletion_task, head_deletion_task)
-            assert engine.sandboxes.list() == [] and host.saved == {}
+            assert engine.sandboxes.list() == [] and host.saved_sandboxes == {}
             assert engine.snapshots.list() == []
 
     asyncio.run(run_scenario())
@@ -78,7 +78,7 @@ def test_a_save_that_waited_for_a_removal_raises_not_found(tmp_path: Path) -> No
             await engine.snapshots.delete("s")
             with pytest.raises(NotFound):
                 await save_snapshot(engine.sandboxes._context, snapshot.id, description="late")
-            assert host.saved == {} and snapshot.id not in host.stored_ids
+            assert host.saved_sandboxes == {} and snapshot.id not in host.stored_ids
 
     asyncio.run(run_scenario())
 

@@ -54,7 +54,7 @@ def test_the_gateway_starts_with_a_full_disk_after_a_reboot(tmp_path: Path) -> N
                 assert sandbox.state is SandboxState.PAUSED and "went down" in sandbox.state_reason
             host.is_full = False
             await engine.sandboxes.resume("a")
-            assert host.saved[sandboxes[1].id].state is SandboxState.RUNNING
+            assert host.saved_sandboxes[sandboxes[1].id].state is SandboxState.RUNNING
         finally:
             await engine.close()
 

@@ -72,26 +72,26 @@ async def engine(tmp_path: Path, host: _Host) -> AsyncIterator[Engine]:
         yield engine
 
 
-async def _fork(engine: Engine) -> None:
+async def _fork_snapshot(engine: Engine) -> None:
     await engine.forks.fork("s", ForkSpec(count=3))
 
 
-async def _clone(engine: Engine) -> None:
+async def _clone_sandbox(engine: Engine) -> None:
     await engine.forks.clone("a", ForkSpec(count=3))
 
 
-async def _capture(engine: Engine) -> None:
+async def _capture_sandbox(engine: Engine) -> None:
     await engine.snapshots.create("a", name="more")
 
 
-async def _pause(engine: Engine) -> None:
+async def _pause_sandbox(engine: Engine) -> None:
     await engine.sandboxes.pause("a")
 
 
 Operation = Callable[[Engine], Awaitable[None]]
 
 
-@pytest.mark.parametrize("operation", [_fork, _clone, _capture, _pause])
+@pytest.mark.parametrize("operation", [_fork_snapshot, _clone_sandbox, _capture_sandbox, _pause_sandbox])
 async def test_an_operation_is_refused_before_it_begins_if_the_disk_would_be_full(
     engine: Engine, host: _Host, operation: Operation
 ) -> None:
@@ -107,7 +107,7 @@ async def test_an_operation_is_refused_before_it_begins_if_the_disk_would_be_ful
     await operation(engine)
 
 
-@pytest.mark.parametrize("operation", [_fork, _clone, _capture, _pause])
+@pytest.mark.parametrize("operation", [_fork_snapshot, _clone_sandbox, _capture_sandbox, _pause_sandbox])
 async def test_an_operation_measures_the_room_once(tmp_path: Path, operation: Operation) -> None:
     """A measurement takes two commands on a jail host. The host stalls no machines, so the engine does not poll it."""
     host = _Host()
@@ -131,9 +131,9 @@ async def test_a_capture_is_refused_only_if_the_memory_in_use_would_fill_the_dis
     host.memory_bytes = used_mb * MIB
     if is_refused:
         with pytest.raises(NoSpace, match=r"a capture of a \(up to 200 MiB\) would leave"):
-            await _capture(engine)
+            await _capture_sandbox(engine)
     else:
-        await _capture(engine)
+        await _capture_sandbox(engine)
 
 
 @pytest.mark.parametrize(
@@ -150,9 +150,9 @@ async def test_a_capture_is_refused_if_it_would_fill_the_memory_root(
         with pytest.raises(
             NoSpace, match=r"a capture of a \(up to 200 MiB\) would .* in the memory root /memory, which"
         ):
-            await _capture(engine)
+            await _capture_sandbox(engine)
     else:
-        await _capture(engine)
+        await _capture_sandbox(engine)
     host.set_free_space(disk_mb=999)
     with pytest.raises(NoSpace, match="the host has 999 MiB free"):
         await engine.snapshots.create("a")
@@ -161,9 +161,9 @@ async def test_a_capture_is_refused_if_it_would_fill_the_memory_root(
 async def test_a_full_memory_root_refuses_only_captures_with_memory(engine: Engine, host: _Host) -> None:
     host.available_room = replace(host.available_room, memory_disk=MemoryDisk("/memory", 0, 9000 * MIB))
     await engine.snapshots.create("a", name="disk", memory="none")
-    await _fork(engine)
+    await _fork_snapshot(engine)
     with pytest.raises(NoSpace, match="memory root"):
-        await _clone(engine)
+        await _clone_sandbox(engine)
 
 
 async def test_the_space_of_an_unavailable_memory_root_is_not_checked(engine: Engine, host: _Host) -> None:
@@ -171,7 +171,7 @@ async def test_the_space_of_an_unavailable_memory_root_is_not_checked(engine: En
     host.available_room = replace(
         host.available_room, memory_disk=MemoryDisk("/memory", problem="/memory is not mounted")
     )
-    await _capture(engine)
+    await _capture_sandbox(engine)
 
 
 async def test_a_capture_without_memory_needs_only_the_reserve(engine: Engine, host: _Host) -> None:
@@ -179,7 +179,7 @@ async def test_a_capture_without_memory_needs_only_the_reserve(engine: Engine, h
     await engine.snapshots.create("a", name="disk", memory="none")
 
 
-@pytest.mark.parametrize("operation", [_fork, _clone])
+@pytest.mark.parametrize("operation", [_fork_snapshot, _clone_sandbox])
 async def test_new_machines_are_refused_if_they_would_exhaust_the_memory(
     engine: Engine, host: _Host, operation: Operation
 ) -> None:
@@ -270,14 +270,16 @@ async def _wait_for_checks(host: _Host) -> None:
 async def test_a_plan_session_counts_the_disk_space_of_its_own_snapshots(
     engine: Engine, host: _Host, has_memory_root: bool
 ) -> None:
-    original = engine.snapshots.get("s")
-    engine.index.put(original.model_copy(update={"memory_bytes_written": 300 * MIB, "disk_bytes_unique": 5 * MIB}))
+    original_snapshot = engine.snapshots.get("s")
+    engine.index.put(
+        original_snapshot.model_copy(update={"memory_bytes_written": 300 * MIB, "disk_bytes_unique": 5 * MIB})
+    )
     if has_memory_root:
         disk = MemoryDisk("/memory", free=1250 * MIB, total=9000 * MIB)
         host.available_room = replace(host.available_room, memory_disk=disk)
     else:
         host.set_free_space(disk_mb=1250)
-    session = PlanSessions(engine).open("key", "a run of a check run").engine
+    session = PlanSessions(engine).open("key", "a check run of a test").engine
     await session.snapshots.create("a", name="s1")
     with pytest.raises(NoSpace):
         await session.snapshots.create("a", name="s2")
@@ -297,11 +299,11 @@ async def test_a_plan_session_counts_the_disks_of_removed_objects(engine: Engine
         await engine.sandboxes.pause("b", memory=False)
     host.disk_bytes = 300 * MIB
     host.set_free_space(disk_mb=600)
-    session = PlanSessions(engine).open("key", "a run of a check run").engine
+    session = PlanSessions(engine).open("key", "a check run of a test").engine
     with pytest.raises(NoSpace):
         await create(session, "c", "s")
     if not is_paused:
-        await session.sandboxes.pause("b", memory=False)  # keeps its disk
+        await session.sandboxes.pause("b", memory=False)  # The sandbox keeps its disk.
     with pytest.raises(NoSpace):
         await create(session, "c", "s")
     await session.sandboxes.delete("b")
@@ -321,42 +323,42 @@ async def test_two_imports_that_together_fill_the_disk_are_not_both_accepted(
     await export.close()
     size = export.manifest.sum_data_bytes(memory=True)
     host.available_room = replace(host.available_room, disk_free=1000 * MIB + size + size // 2)
-    release = asyncio.Event()
+    first_release_event = asyncio.Event()
 
-    async def send(is_released: asyncio.Event | None = None) -> AsyncIterator[bytes]:
+    async def send_file(release_event: asyncio.Event | None = None) -> AsyncIterator[bytes]:
         for piece in pieces:
             yield piece
-            if is_released:
-                await is_released.wait()
+            if release_event:
+                await release_event.wait()
 
-    first = asyncio.create_task(engine.transfers.import_(send(release), name="first"))
+    first_import = asyncio.create_task(engine.transfers.import_(send_file(first_release_event), name="first"))
     await wait_until(lambda: host.partial_imports)
     with pytest.raises(NoSpace, match=r"free, of which running imports need 1 MiB\."):
-        await engine.transfers.import_(send(), name="second")
-    release.set()
-    await first
-    await engine.transfers.import_(send(), name="second")
+        await engine.transfers.import_(send_file(), name="second")
+    first_release_event.set()
+    await first_import
+    await engine.transfers.import_(send_file(), name="second")
 
 
-@pytest.mark.parametrize("in_memory_root", [False, True])
+@pytest.mark.parametrize("has_memory_root", [False, True])
 async def test_an_import_reserves_only_what_it_has_not_written(
-    engine: Engine, host: _Host, in_memory_root: bool
+    engine: Engine, host: _Host, has_memory_root: bool
 ) -> None:
-    def set_free(free_mb: int) -> None:
-        disk = MemoryDisk("/memory", free_mb * MIB, 99000 * MIB) if in_memory_root else None
+    def set_free_space(free_mb: int) -> None:
+        disk = MemoryDisk("/memory", free_mb * MIB, 99000 * MIB) if has_memory_root else None
         host.available_room = replace(host.available_room, disk_free=free_mb * MIB, memory_disk=disk)
 
-    def reserve(size_mb: int) -> AbstractAsyncContextManager[room.PendingImport]:
+    def reserve_space(size_mb: int) -> AbstractAsyncContextManager[room.PendingImport]:
         return engine.room.reserved_for_import(0, size_mb * MIB)
 
-    set_free(15000)
-    async with reserve(10000) as pending_import:
+    set_free_space(15000)
+    async with reserve_space(10000) as pending_import:
         pending_import.count_written(6000 * MIB, memory=True)
-        set_free(9000)
+        set_free_space(9000)
         with pytest.raises(NoSpace, match="9000 MiB free, of which running imports need 4000 MiB"):
-            async with reserve(4001):
+            async with reserve_space(4001):
                 pass
-        async with reserve(4000):
+        async with reserve_space(4000):
             pass
-    async with reserve(8000):
+    async with reserve_space(8000):
         pass

@@ -22,12 +22,12 @@ async def test_reports_do_not_pile_up_while_the_host_hangs(tmp_path: Path, monke
     host = MemoryHost()
     host.abilities = replace(host.abilities, can_stall=False)  # The engine does not poll the room.
     async with opened_engine(tmp_path, host) as engine:
-        original_room, responds, call_count = host.room, asyncio.Event(), 0
+        original_room, response_event, call_count = host.room, asyncio.Event(), 0
 
         async def hang() -> Room:
             nonlocal call_count
             call_count += 1
-            await responds.wait()
+            await response_event.wait()
             return await original_room()
 
         monkeypatch.setattr(host, "room", hang)
@@ -35,7 +35,7 @@ async def test_reports_do_not_pile_up_while_the_host_hangs(tmp_path: Path, monke
             with pytest.raises(Timeout, match="did not report its free space"):
                 await engine.room.report()
         assert call_count == 1
-        responds.set()
+        response_event.set()
         assert (await engine.room.report()).room == await original_room()
 
         async def fail() -> Room:

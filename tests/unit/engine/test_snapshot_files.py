@@ -49,7 +49,7 @@ def make_manifest_fields(**changes: Any) -> dict[str, Any]:
     return fields | changes
 
 
-def make_parts_with(name: str, size: int, data_bytes: int) -> dict[str, Any]:
+def make_changed_parts(name: str, size: int, data_bytes: int) -> dict[str, Any]:
     part = {"name": name, "size": size, "data_bytes": data_bytes}
     return {"parts": [part if each["name"] == name else each for each in make_manifest_fields()["parts"]]}
 
@@ -83,7 +83,7 @@ def make_file(chunks: list[tuple[int, int, bytes]] = CHUNKS, **changes: Any) -> 
     return b"".join(records), edges
 
 
-def decode(file: bytes, piece_bytes: int = 1 << 16) -> list[Chunk]:
+def decode_file(file: bytes, piece_bytes: int = 1 << 16) -> list[Chunk]:
     decoder, chunks = Decoder(), []
     for start in range(0, len(file), piece_bytes):
         decoder.feed(file[start : start + piece_bytes])
@@ -97,7 +97,7 @@ FILE, EDGES = make_file()
 
 @pytest.mark.parametrize("piece_bytes", [1, 7, 1 << 20])
 def test_a_file_is_read_back_in_pieces_of_any_size(piece_bytes: int) -> None:
-    chunks = decode(FILE, piece_bytes)
+    chunks = decode_file(FILE, piece_bytes)
     expected = [(list(SnapshotPart)[index], offset, data) for index, offset, data in CHUNKS]
     assert [(chunk.part.name, chunk.offset, chunk.data) for chunk in chunks] == expected
 
@@ -112,7 +112,7 @@ def test_a_decoder_returns_the_manifest_and_the_signer() -> None:
 def test_a_file_cut_at_any_byte_is_refused() -> None:
     for size in range(len(FILE)):
         with pytest.raises(Invalid, match=r"^the snapshot file is (empty|incomplete: it ends after \d+ bytes\. )"):
-            decode(FILE[:size])
+            decode_file(FILE[:size])
 
 
 def test_a_large_file_cut_at_record_boundaries_or_elsewhere_is_refused() -> None:
@@ -122,16 +122,16 @@ def test_a_large_file_cut_at_record_boundaries_or_elsewhere_is_refused() -> None
     places |= {random.Random(2).randrange(len(file)) for _ in range(50)}
     for size in places:
         with pytest.raises(Invalid, match=r"is (empty|incomplete)"):
-            decode(file[:size], CHUNK_BYTES)
-    assert len(decode(file, CHUNK_BYTES)) == 8
+            decode_file(file[:size], CHUNK_BYTES)
+    assert len(decode_file(file, CHUNK_BYTES)) == 8
 
 
 def test_any_changed_byte_is_detected() -> None:
     for position in range(len(FILE)):
-        changed = bytearray(FILE)
-        changed[position] ^= 1 << position % 8
+        changed_file = bytearray(FILE)
+        changed_file[position] ^= 1 << position % 8
         with pytest.raises((Invalid, Unsupported)):
-            decode(bytes(changed))
+            decode_file(bytes(changed_file))
 
 
 @settings(max_examples=300, deadline=None)
@@ -140,7 +140,7 @@ def test_random_bytes_are_refused_with_a_message(noise: bytes, start: int) -> No
     if start == len(FILE) and not noise:
         return
     with pytest.raises(GatewayError) as error_info:
-        decode(FILE[:start] + noise)
+        decode_file(FILE[:start] + noise)
     assert error_info.value.kind in ("invalid", "unsupported") and len(error_info.value.message) < 700
 
 
@@ -148,34 +148,38 @@ def test_random_bytes_are_refused_with_a_message(noise: bytes, start: int) -> No
 @given(st.integers(0, len(CHUNKS)), st.integers(0, len(CHUNKS)))
 def test_missing_duplicate_and_moved_records_are_refused(first: int, second: int) -> None:
     records = [FILE[start:end] for start, end in pairwise(EDGES)]
-    moved = [*records]
-    moved[first], moved[second] = moved[second], moved[first]
-    for changed in ([*records[:first], *records[first + 1 :]], [*records[: first + 1], *records[first:]], moved):
-        if changed != records:
+    moved_records = [*records]
+    moved_records[first], moved_records[second] = moved_records[second], moved_records[first]
+    for changed_records in (
+        [*records[:first], *records[first + 1 :]],
+        [*records[: first + 1], *records[first:]],
+        moved_records,
+    ):
+        if changed_records != records:
             with pytest.raises(Invalid):
-                decode(b"".join(changed))
+                decode_file(b"".join(changed_records))
 
 
 def test_a_file_that_continues_after_its_end_is_refused() -> None:
     with pytest.raises(Invalid, match="has data after its end"):
-        decode(FILE + b"\0")
+        decode_file(FILE + b"\0")
 
 
 def test_a_file_of_a_newer_version_is_refused() -> None:
     file = MAGIC + b"\x00\x02" + b"whatever a newer release writes"
     with pytest.raises(Unsupported, match=r"format version 2, which a newer release.*: upgrade this gateway"):
-        decode(file)
+        decode_file(file)
 
 
 def test_a_file_of_another_format_is_refused_immediately() -> None:
     with pytest.raises(Invalid, match="not a snapshot file"):
-        decode(b"PK\x03\x04")
+        decode_file(b"PK\x03\x04")
 
 
 # -- files from a malicious signer: the signature is valid, but the contents are not ----------------------------------
 
 
-def sign(records: list[bytes]) -> bytes:
+def sign_records(records: list[bytes]) -> bytes:
     """Return a file with a valid head, ``records`` and a valid end."""
     encoder = Encoder(SIGNER)
     return b"".join([encoder.encode_head(make_manifest()), *map(encoder._add, records), encoder.encode_end()])
@@ -216,11 +220,11 @@ BAD_CHUNKS = {
 
 @pytest.mark.parametrize("name", BAD_CHUNKS)
 def test_a_bad_record_is_refused_without_much_memory(name: str) -> None:
-    file = sign([BAD_CHUNKS[name]])
+    file = sign_records([BAD_CHUNKS[name]])
     tracemalloc.start()
     try:
         with pytest.raises(Invalid, match=r"^the snapshot file is damaged at byte"):
-            decode(file)
+            decode_file(file)
         assert tracemalloc.get_traced_memory()[1] < 8 * MIB
     finally:
         tracemalloc.stop()
@@ -241,13 +245,13 @@ def test_only_one_chunk_is_decompressed_at_a_time() -> None:
 
 
 def test_chunks_that_overlap_or_exceed_the_announced_data_are_refused() -> None:
-    overlap = [frame_chunk(2, offset, 8192, compress(DATA * 2), DATA * 2) for offset in (0, 4096)]
+    overlapping_chunks = [frame_chunk(2, offset, 8192, compress(DATA * 2), DATA * 2) for offset in (0, 4096)]
     with pytest.raises(Invalid, match="out of place"):
-        decode(sign(overlap))
+        decode_file(sign_records(overlapping_chunks))
     zeros = bytes(CHUNK_BYTES)
-    nine_mib = [frame_chunk(2, number * CHUNK_BYTES, CHUNK_BYTES, compress(zeros), zeros) for number in range(9)]
+    nine_mib_chunks = [frame_chunk(2, number * CHUNK_BYTES, CHUNK_BYTES, compress(zeros), zeros) for number in range(9)]
     with pytest.raises(Invalid, match="disk has more data than the manifest says"):
-        decode(sign(nine_mib))
+        decode_file(sign_records(nine_mib_chunks))
 
 
 @pytest.mark.parametrize(
@@ -260,15 +264,15 @@ def test_chunks_that_take_more_disk_than_announced_are_refused(
 ) -> None:
     """A single byte occupies a whole block, so a file that announces 10 MB could occupy 40 GB."""
     with pytest.raises(Invalid, match="does not consist of whole blocks"):
-        decode(make_file([chunk])[0])
+        decode_file(make_file([chunk])[0])
 
 
 def test_a_signature_by_another_key_is_refused() -> None:
-    other = Encoder(Signer(b"o" * 32))
-    head = other.encode_head(make_manifest())
-    signed_by_other = head.replace(Signer(b"o" * 32).public_key, SIGNER.public_key)
+    other_encoder = Encoder(Signer(b"o" * 32))
+    head = other_encoder.encode_head(make_manifest())
+    foreign_head = head.replace(Signer(b"o" * 32).public_key, SIGNER.public_key)
     with pytest.raises(Invalid, match="the signature of its manifest does not match"):
-        decode(signed_by_other)
+        decode_file(foreign_head)
 
 
 BAD_FIELDS: dict[str, dict[str, Any]] = {
@@ -293,7 +297,7 @@ BAD_FIELDS: dict[str, dict[str, Any]] = {
     "an option as the CPU": {"platform": {**make_manifest_fields()["platform"], "cpu_model": "-chardev"}},
     "an empty accelerator": {"platform": {**make_manifest_fields()["platform"], "accelerator": ""}},
     "a version that is too long": {"platform": {**make_manifest_fields()["platform"], "qemu_version": "7" * 129}},
-    "a line that is no flag": {"line": "yes"},
+    "a line that is not a boolean": {"line": "yes"},
     "memory without a platform": {"platform": None},
     "no parts": {"parts": []},
     "a part with a path": {"parts": [{"name": "../disk", "size": 1, "data_bytes": 1}]},
@@ -307,9 +311,9 @@ BAD_FIELDS: dict[str, dict[str, Any]] = {
         "host_kind": "jail_zfs", "platform": None, "line": False,
         "parts": [{"name": "stream", "size": (1 << 46) + 1, "data_bytes": 1}],
     },
-    "a part of no size": make_parts_with("kernel", 0, 0),
-    "a large device state": make_parts_with("device_state", 65 * MIB, 1),
-    "more data than its size": make_parts_with("kernel", 1, 2),
+    "a part of size zero": make_changed_parts("kernel", 0, 0),
+    "a large device state": make_changed_parts("device_state", 65 * MIB, 1),
+    "more data than its size": make_changed_parts("kernel", 1, 2),
 }  # fmt: skip
 
 
@@ -327,7 +331,7 @@ def test_a_bad_field_of_the_manifest_is_refused(name: str) -> None:
     text = json.dumps(make_manifest_fields(**BAD_FIELDS[name])).encode()
     head = SIGNER.public_key + SIGNER.sign(container._HEAD_PURPOSE, text) + text
     with pytest.raises(Invalid, match=r"the manifest of the snapshot file is invalid: .*Export the snapshot again"):
-        decode(MAGIC + b"\x00\x01H" + struct.pack(">I", len(head)) + head)
+        decode_file(MAGIC + b"\x00\x01H" + struct.pack(">I", len(head)) + head)
 
 
 @pytest.mark.parametrize("text", [b"", b"null", b"[" * 60000, b"{" * 60000, b'{"a":' * 10000, b"\xff", b"1e999"])

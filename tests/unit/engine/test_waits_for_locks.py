@@ -66,7 +66,7 @@ def test_a_promotion_that_waits_for_a_lock_keeps_its_capture(tmp_path: Path) -> 
             async with engine.sandboxes._locking.sandbox_locked("a"):
                 promotion_task = asyncio.create_task(engine.sandboxes.promote("f"))
                 await wait_until(lambda: set(engine.index.snapshots) > ids_before)
-                await engine.snapshots.create("f", name="later")  # the capture is no longer the head of its source
+                await engine.snapshots.create("f", name="later")  # Then the capture is not the head.
                 await engine.sandboxes._collector.collect()
             assert (await promotion_task).head in engine.index.snapshots
 

@@ -39,10 +39,10 @@ class FakeMachine:
         self.line.setblocking(False)
         self._guest_line.setblocking(False)
 
-    async def identify(self, identity: Identity, *, line: bool = True, end_reason: str = "") -> None:
+    async def identify(self, identity: Identity, *, use_line: bool = True, end_reason: str = "") -> None:
         server = await asyncio.start_server(self._serve_http, sock=self._listener)
         responder = asyncio.create_task(self._answer_challenges())
-        client = AgentClient(Endpoint(ADDRESS, self.line if line else None), "")
+        client = AgentClient(Endpoint(ADDRESS, self.line if use_line else None), "")
         try:
             await client.identify(identity, seconds=10, end_reason=lambda: end_reason)
             await asyncio.sleep(0.05)
@@ -121,7 +121,7 @@ def test_the_identity_is_sent_over_the_line_if_the_agent_responds(
 
 def test_the_identity_is_sent_over_http_if_there_is_no_line(monkeypatch: pytest.MonkeyPatch) -> None:
     with opened_machine(monkeypatch) as fake_machine:
-        asyncio.run(fake_machine.identify(make_identity(COLOUR="green"), line=False))
+        asyncio.run(fake_machine.identify(make_identity(COLOUR="green"), use_line=False))
     assert fake_machine.line_identities == []
     assert [request["env"] for request in fake_machine.http_identities] == [{"COLOUR": "green"}]
 
@@ -147,20 +147,20 @@ def test_a_long_identity_is_sent_over_http(monkeypatch: pytest.MonkeyPatch) -> N
 
 def test_only_one_of_several_simultaneous_connections_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
     """Several attempts can succeed simultaneously, for example when the guest's network comes up."""
-    attempt_count, may_connect = 0, asyncio.Event()
+    attempt_count, connect_event = 0, asyncio.Event()
     original_open_connection = agent_client.open_connection
 
     async def connect_later(*address: Any) -> Any:
         nonlocal attempt_count
         attempt_count += 1
         if attempt_count == 5:
-            may_connect.set()
-        await may_connect.wait()
+            connect_event.set()
+        await connect_event.wait()
         return await original_open_connection(*address)
 
     monkeypatch.setattr(agent_client, "open_connection", connect_later)
     with opened_machine(monkeypatch) as fake_machine:
-        asyncio.run(fake_machine.identify(make_identity(), line=False))
+        asyncio.run(fake_machine.identify(make_identity(), use_line=False))
     assert len(fake_machine.http_identities) == 1
     assert fake_machine.dropped_connection_count == attempt_count - 1 > 3
 
@@ -279,19 +279,21 @@ def test_an_unpaired_surrogate_is_replaced(monkeypatch: pytest.MonkeyPatch) -> N
     assert _call_agent(response, monkeypatch, lambda client: client.eval("x", timeout=1)).result == "?"
 
 
-def _upload(monkeypatch: pytest.MonkeyPatch, response: bytes, size: int, *, read_bytes: int | None = None) -> bytes:
+def _upload_file(
+    monkeypatch: pytest.MonkeyPatch, response: bytes, size: int, *, read_bytes: int | None = None
+) -> bytes:
     """Upload ``size`` bytes to an agent that reads ``read_bytes`` of them before it responds. Returns what it read."""
-    received = bytearray()
+    received_data = bytearray()
 
     async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        received.extend(await reader.readuntil(b"\r\n\r\n"))
-        received.extend(await reader.readexactly(size if read_bytes is None else read_bytes))
+        received_data.extend(await reader.readuntil(b"\r\n\r\n"))
+        received_data.extend(await reader.readexactly(size if read_bytes is None else read_bytes))
         writer.write(response)
         await writer.drain()
         await asyncio.sleep(0.05 if read_bytes is None else 5)
         writer.close()
 
-    async def pieces() -> AsyncIterator[bytes]:
+    async def generate_pieces() -> AsyncIterator[bytes]:
         for start in range(0, size, 1 << 16):
             yield bytes(min(1 << 16, size - start))
 
@@ -299,16 +301,16 @@ def _upload(monkeypatch: pytest.MonkeyPatch, response: bytes, size: int, *, read
         server = await asyncio.start_server(serve, ADDRESS, 0)
         monkeypatch.setattr(agent_client, "AGENT_PORT", server.sockets[0].getsockname()[1])
         async with server:
-            await AgentClient(Endpoint(ADDRESS), "token").upload("/a b.tar", size, pieces(), seconds=20)
+            await AgentClient(Endpoint(ADDRESS), "token").upload("/a b.tar", size, generate_pieces(), seconds=20)
 
     asyncio.run(run())
-    return bytes(received)
+    return bytes(received_data)
 
 
 @pytest.mark.parametrize("size", [0, 1, 3_000_000])
 def test_an_upload_arrives_complete(monkeypatch: pytest.MonkeyPatch, size: int) -> None:
-    received = _upload(monkeypatch, _make_http_response(200, b"[]"), size)
-    head, _, body = received.partition(b"\r\n\r\n")
+    received_data = _upload_file(monkeypatch, _make_http_response(200, b"[]"), size)
+    head, _, body = received_data.partition(b"\r\n\r\n")
     assert head.startswith(b"POST /files?path=%2Fa+b.tar&username=root HTTP/1.1\r\n")
     assert body == bytes(size)
 
@@ -317,9 +319,9 @@ def test_an_agent_that_refuses_an_upload_while_it_is_sent_says_why(monkeypatch: 
     """The rest of the file, which does not fit into the buffers of the connection, is never read."""
     response = _make_http_response(507, b'{"message": "no space left"}')
     with pytest.raises(BackendFailed, match="no space left"):
-        _upload(monkeypatch, response, 64 << 20, read_bytes=10)
+        _upload_file(monkeypatch, response, 64 << 20, read_bytes=10)
 
 
-def test_an_agent_that_hangs_up_during_an_upload_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_agent_that_hangs_up_during_an_upload_causes_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(BackendFailed, match="the connection to the sandbox was lost"):
-        _upload(monkeypatch, b"", 1 << 20)
+        _upload_file(monkeypatch, b"", 1 << 20)

@@ -80,5 +80,5 @@ def test_a_query_imports_little_more_than_the_http_client(url: str, arguments: t
 
 
 def test_imports_are_detected(url: str) -> None:
-    """Check that an import that is not allowed is found: `--help` needs the command-line library."""
+    """Check that a disallowed import is detected: `--help` needs the command-line library."""
     assert "typer" in list_imported_modules(url, "list", "--help")

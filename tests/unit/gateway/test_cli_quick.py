@@ -96,10 +96,10 @@ class _FakeTerminal(io.StringIO):
         return True
 
 
-_cells = st.text(st.characters(min_codepoint=33, max_codepoint=126), min_size=1, max_size=12)
+_cell_strategy = st.text(st.characters(min_codepoint=33, max_codepoint=126), min_size=1, max_size=12)
 
 
-@given(st.lists(st.tuples(_cells, _cells, _cells), min_size=1, max_size=4))
+@given(st.lists(st.tuples(_cell_strategy, _cell_strategy, _cell_strategy), min_size=1, max_size=4))
 def test_a_plain_table_matches_the_output_of_rich(rows: list[tuple[str, str, str]]) -> None:
     headers = ("NAME", "ID", "STATE")
     outputs = []

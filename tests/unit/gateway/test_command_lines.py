@@ -16,15 +16,15 @@ from sandbox_gateway.hosts.jail_zfs import commands
 from tests.freebsd_shim.command_lines import checked, find_command_line, format_table, recorded
 
 _PAGE_PATH = Path(__file__).parents[3] / "docs/jail_zfs.md"
-_BEGIN, _END = "<!-- command lines: begin -->\n", "<!-- command lines: end -->\n"
+_TABLE_BEGIN, _TABLE_END = "<!-- command lines: begin -->\n", "<!-- command lines: end -->\n"
 
 
 def test_the_page_contains_the_table() -> None:
     text = _PAGE_PATH.read_text()
-    head, _, rest = text.partition(_BEGIN)
-    table, _, tail = rest.partition(_END)
+    head, _, rest = text.partition(_TABLE_BEGIN)
+    table, _, tail = rest.partition(_TABLE_END)
     if os.environ.get("GROVE_WRITE_DOCS"):
-        _PAGE_PATH.write_text(head + _BEGIN + format_table() + _END + tail)
+        _PAGE_PATH.write_text(head + _TABLE_BEGIN + format_table() + _TABLE_END + tail)
         table = format_table()
     assert table == format_table(), "docs/jail_zfs.md is out of date: run this test with GROVE_WRITE_DOCS=1"
 

@@ -10,15 +10,15 @@ from hypothesis import strategies as st
 from sandbox_gateway.engine.creation_order import CreationOrder, Key
 
 _START = datetime(2026, 1, 1, tzinfo=UTC)
-keys = st.tuples(
+key_strategy = st.tuples(
     st.integers(0, 5).map(lambda seconds: _START + timedelta(seconds=seconds)), st.text("abc", min_size=1, max_size=2)
 )
 
 
 @given(
-    added_keys=st.lists(keys, unique_by=lambda key: key[1], max_size=12),
-    removed_keys=st.lists(keys, max_size=5),
-    start_key=keys,
+    added_keys=st.lists(key_strategy, unique_by=lambda key: key[1], max_size=12),
+    removed_keys=st.lists(key_strategy, max_size=5),
+    start_key=key_strategy,
 )
 def test_a_walk_yields_the_keys_after_the_start_in_order(
     added_keys: list[Key], removed_keys: list[Key], start_key: Key

@@ -48,14 +48,22 @@ def test_a_damaged_query_is_parsed_or_ignored(index: int, byte: int) -> None:
 
 def test_other_messages_are_not_queries() -> None:
     response = dns.message.make_response(dns.message.from_wire(QUERY)).to_wire()
-    update = dns.message.make_query("api.example.com", "SOA")
-    update.set_opcode(dns.opcode.UPDATE)
-    two_questions = dns.message.make_query("a.example.com", "A")
-    two_questions.question += dns.message.make_query("b.example.com", "A").question
+    update_message = dns.message.make_query("api.example.com", "SOA")
+    update_message.set_opcode(dns.opcode.UPDATE)
+    query_with_two_questions = dns.message.make_query("a.example.com", "A")
+    query_with_two_questions.question += dns.message.make_query("b.example.com", "A").question
     chaos_query = dns.message.make_query("version.bind", "TXT", "CH").to_wire()
     long_query = dns.message.make_query("api.example.com", "A", use_edns=0, pad=1000).to_wire()
     assert len(long_query) > MAX_MESSAGE_BYTES
-    for data in (b"", QUERY[:12], response, update.to_wire(), two_questions.to_wire(), chaos_query, long_query):
+    for data in (
+        b"",
+        QUERY[:12],
+        response,
+        update_message.to_wire(),
+        query_with_two_questions.to_wire(),
+        chaos_query,
+        long_query,
+    ):
         assert parse_query(data) is None
     assert parse_query(QUERY) is not None
 
@@ -70,20 +78,20 @@ def test_the_longest_reply_fits() -> None:
     assert {each.address for each in dns.message.from_wire(reply).answer[0]} == {str(each) for each in addresses}
 
 
-def respond(*records: str) -> dns.message.Message:
+def make_response(*records: str) -> dns.message.Message:
     """Return a response to a query for api.example.com with ``records``, each "NAME TTL IN TYPE DATA"."""
     response = dns.message.make_response(dns.message.from_wire(QUERY))
     response.answer = [dns.rrset.from_text(*record.split(" ", 4)) for record in records]
     return dns.message.from_wire(response.to_wire())
 
 
-def read(*records: str) -> tuple[list[str], int]:
-    addresses, ttl = read_addresses(respond(*records))
+def read_records(*records: str) -> tuple[list[str], int]:
+    addresses, ttl = read_addresses(make_response(*records))
     return [str(address) for address in addresses], ttl
 
 
 def test_aliases_are_followed_with_the_lowest_ttl() -> None:
-    assert read(
+    assert read_records(
         "cdn.example.net. 300 IN A 1.1.1.1",
         "Api.example.com. 900 IN CNAME lb.example.net.",
         "lb.example.net. 20 IN CNAME cdn.example.net.",
@@ -91,10 +99,10 @@ def test_aliases_are_followed_with_the_lowest_ttl() -> None:
 
 
 def test_records_outside_the_chain_are_ignored() -> None:
-    assert read("evil.example.net. 300 IN A 6.6.6.6") == ([], 0)
-    assert read("api.example.com. 300 IN A 1.1.1.1", "evil.example.net. 300 IN A 6.6.6.6") == (["1.1.1.1"], 300)
-    assert read("api.example.com. 300 IN CNAME lb.example.net.", "x.example.net. 300 IN A 6.6.6.6") == ([], 0)
-    assert read("api.example.com. 300 IN AAAA ::1", "api.example.com. 300 IN TXT x") == ([], 0)
+    assert read_records("evil.example.net. 300 IN A 6.6.6.6") == ([], 0)
+    assert read_records("api.example.com. 300 IN A 1.1.1.1", "evil.example.net. 300 IN A 6.6.6.6") == (["1.1.1.1"], 300)
+    assert read_records("api.example.com. 300 IN CNAME lb.example.net.", "x.example.net. 300 IN A 6.6.6.6") == ([], 0)
+    assert read_records("api.example.com. 300 IN AAAA ::1", "api.example.com. 300 IN TXT x") == ([], 0)
 
 
 def test_loops_and_long_chains_of_aliases_are_refused() -> None:
@@ -104,4 +112,4 @@ def test_loops_and_long_chains_of_aliases_are_refused() -> None:
     chain.append(f"{names[-1]} 300 IN A 1.1.1.1")
     for records in (loop, ["api.example.com. 300 IN CNAME api.example.com."], chain):
         with pytest.raises(dns.exception.DNSException):
-            read_addresses(respond(*records))
+            read_addresses(make_response(*records))

@@ -18,7 +18,7 @@ BATCH_COUNT, BATCH_SIZE = 20, 512
 def disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A disk in which every second block is a hole, and every fourth one is shared."""
 
-    def fiemap(path: Path, descriptor: int, start: int) -> list[tuple[reflink.Extent, bool]]:
+    def list_extents(path: Path, descriptor: int, start: int) -> list[tuple[reflink.Extent, bool]]:
         first = -(-start // (2 * BLOCK))
         last = BATCH_COUNT * BATCH_SIZE - 1
         return [
@@ -26,7 +26,7 @@ def disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
             for index in range(first, first + BATCH_SIZE)
         ]
 
-    monkeypatch.setattr(reflink, "_list_extents", fiemap)
+    monkeypatch.setattr(reflink, "_list_extents", list_extents)
     path = tmp_path / "disk"
     path.touch()
     return path

@@ -14,15 +14,15 @@ from hypothesis import strategies as st
 from sandbox_gateway.engine import guest_json
 from sandbox_gateway.errors import BackendFailed, OutputLost
 
-json_values = st.recursive(
+json_value_strategy = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.text(max_size=20),
-    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=8), inner, max_size=4),
+    lambda children: st.lists(children, max_size=4) | st.dictionaries(st.text(max_size=8), children, max_size=4),
     max_leaves=20,
 )
-objects = st.dictionaries(st.text(max_size=8), json_values, max_size=5)
+object_strategy = st.dictionaries(st.text(max_size=8), json_value_strategy, max_size=5)
 
 
-def parse(data: bytes, limit: int = guest_json.DEFAULT_MAX_BYTES) -> dict[str, Any]:
+def parse_response(data: bytes, limit: int = guest_json.DEFAULT_MAX_BYTES) -> dict[str, Any]:
     return asyncio.run(guest_json.parse("sandbox", "exec", data, limit))
 
 
@@ -33,14 +33,14 @@ async def parse_pieces(*pieces: bytes) -> dict[str, Any]:
         return await response.parse()
 
 
-@given(objects, st.booleans(), st.integers(1, 7))
+@given(object_strategy, st.booleans(), st.integers(1, 7))
 @example({'a"\\b': ["\\", "\n\t\x00", "ä€😀", '"'], "": [{}, [], {"x": [1.5, -2, True, None]}]}, True, 1)
 @example({'a"\\b': ["\\", "\n\t\x00", "ä€😀", '"']}, False, 3)
 def test_valid_json_is_parsed_like_the_standard_library(
     value: dict[str, Any], is_escaped: bool, piece_size: int
 ) -> None:
     data = json.dumps(value, ensure_ascii=is_escaped).encode()
-    assert parse(data) == value
+    assert parse_response(data) == value
     assert (
         asyncio.run(parse_pieces(*(data[offset : offset + piece_size] for offset in range(0, len(data), piece_size))))
         == value
@@ -56,7 +56,7 @@ def test_valid_json_is_parsed_like_the_standard_library(
 @example(b'{"a": "\xff"}')
 def test_arbitrary_input_gives_an_object_or_an_error(data: bytes) -> None:
     try:
-        result = parse(data)
+        result = parse_response(data)
     except BackendFailed as failure:
         assert failure.message.startswith("the sandbox's agent answered exec with invalid JSON: ")
         return
@@ -69,37 +69,37 @@ def test_arbitrary_input_gives_an_object_or_an_error(data: bytes) -> None:
 
 @pytest.mark.parametrize("data", [b"[1]", b'"text"', b"1", b"null", b""])
 def test_a_value_that_is_not_an_object_is_parsed_as_an_empty_object(data: bytes) -> None:
-    assert parse(data) == {}
+    assert parse_response(data) == {}
 
 
 def test_unpaired_surrogates_are_replaced() -> None:
-    assert parse(b'{"a": "x\\ud83dy", "b": "\\ud83d\\ude00"}') == {"a": "x?y", "b": "\U0001f600"}
+    assert parse_response(b'{"a": "x\\ud83dy", "b": "\\ud83d\\ude00"}') == {"a": "x?y", "b": "\U0001f600"}
 
 
 def test_depth_is_limited() -> None:
     def make_nested_json(depth: int) -> bytes:
         return b'{"a":' + b"[" * (depth - 1) + b"]" * (depth - 1) + b"}"
 
-    assert parse(make_nested_json(guest_json.MAX_DEPTH))
+    assert parse_response(make_nested_json(guest_json.MAX_DEPTH))
     with pytest.raises(BackendFailed, match="invalid JSON"):
-        parse(make_nested_json(guest_json.MAX_DEPTH + 1))
-    assert parse(b'{"a": [' + b",".join([b"[]"] * 100) + b"]}") == {"a": [[]] * 100}
+        parse_response(make_nested_json(guest_json.MAX_DEPTH + 1))
+    assert parse_response(b'{"a": [' + b",".join([b"[]"] * 100) + b"]}") == {"a": [[]] * 100}
 
 
 def test_size_is_limited() -> None:
     data = b'{"a": "xyz"}'
-    assert parse(data, len(data)) == {"a": "xyz"}
+    assert parse_response(data, len(data)) == {"a": "xyz"}
     with pytest.raises(BackendFailed, match=f"answered exec with more than {len(data) - 1} bytes"):
-        parse(data, len(data) - 1)
+        parse_response(data, len(data) - 1)
 
 
 def test_structure_is_limited_without_counting_strings() -> None:
-    assert parse(b'{"a":"' + b"x" * 100_000 + b'"}') == {"a": "x" * 100_000}
+    assert parse_response(b'{"a":"' + b"x" * 100_000 + b'"}') == {"a": "x" * 100_000}
     whole_object = b'{"a":"x"}'
     padding = b" " * (guest_json.MAX_STRUCTURE_BYTES - len(whole_object) + len("ax"))
-    assert parse(whole_object + padding) == {"a": "x"}
+    assert parse_response(whole_object + padding) == {"a": "x"}
     with pytest.raises(BackendFailed, match="sent an invalid response to exec"):
-        parse(whole_object + padding + b" ")
+        parse_response(whole_object + padding + b" ")
 
 
 async def test_concurrent_responses_are_limited_per_sandbox_and_in_total(

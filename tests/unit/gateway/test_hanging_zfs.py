@@ -67,12 +67,12 @@ def end_unkillable_processes(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callab
     original_kill = subprocess.Popen.kill
     monkeypatch.setattr(subprocess.Popen, "kill", lambda process: processes.append(process))
 
-    def end() -> None:
+    def end_processes() -> None:
         while processes:
             original_kill(processes.pop())
 
-    yield end
-    end()
+    yield end_processes
+    end_processes()
 
 
 def test_a_command_that_hangs_ends_at_its_timeout_and_is_counted(set_timeout: Callable[[float], None]) -> None:
@@ -114,7 +114,7 @@ def test_the_first_bytes_of_a_command_are_returned_without_waiting_for_its_end(
     assert data == b"p/a@b\n" and outcome is not None and outcome.cause is None
 
 
-def test_the_error_of_a_command_that_hangs_names_the_dataset_and_what_to_do(set_timeout: Any) -> None:
+def test_the_error_of_a_command_that_hangs_names_the_dataset_and_a_remedy(set_timeout: Any) -> None:
     with (
         pytest.raises(Timeout, match=r"`zfs set` .* 0\.3 s .* on p/hanging: .*`zpool status`.*GET /health"),
         translated_errors(),
@@ -137,46 +137,46 @@ def test_commands_that_hang_do_not_use_up_the_threads_for_other_work(set_timeout
     asyncio.run(run_scenario())
 
 
-def test_a_removal_is_refused_while_another_one_hangs_and_waits_for_one_that_does_not(
+def test_a_removal_waits_for_another_one_but_is_refused_if_that_one_hangs(
     set_timeout: Callable[[float], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(root_module, "_LOCK_POLL_SECONDS", 0.02)
     set_timeout(30)
     root = RootDataset("p/root")
-    acquired, release = threading.Event(), threading.Event()
+    acquired_event, release_event = threading.Event(), threading.Event()
 
     def hold_lock(work: Callable[[], object]) -> None:
         with root.tree_locked():
-            acquired.set()
+            acquired_event.set()
             work()
 
     with ThreadPoolExecutor() as pool:
         try:
-            holder = pool.submit(hold_lock, lambda: release.wait(30))
-            assert acquired.wait(10)
+            holder = pool.submit(hold_lock, lambda: release_event.wait(30))
+            assert acquired_event.wait(10)
             waiter = pool.submit(hold_lock, lambda: None)
-            hanging_elsewhere = pool.submit(process.execute, ("mount", "p/hanging"), 1.2)
+            hanging_mount = pool.submit(process.execute, ("mount", "p/hanging"), 1.2)
             wait_until(list_slow_commands)
             time.sleep(0.1)
             assert not waiter.done(), "a command that hangs elsewhere does not concern the owner of the lock"
-            release.set()
+            release_event.set()
             holder.result(10), waiter.result(10)
             with pytest.raises(ZFSGenericError):
-                hanging_elsewhere.result(10)
+                hanging_mount.result(10)
 
-            acquired.clear()
+            acquired_event.clear()
             holder = pool.submit(hold_lock, lambda: process.execute(("destroy", "p/hanging"), 1.5))
-            assert acquired.wait(10)
+            assert acquired_event.wait(10)
             with pytest.raises(Busy, match=r"`zfs destroy` has been running on p/hanging for .* try again later"):
                 hold_lock(lambda: None)
             with pytest.raises(ZFSGenericError):
                 holder.result(10)
             hold_lock(lambda: None)
         finally:
-            release.set()
+            release_event.set()
 
 
-def test_on_zfs_fuse_the_wait_for_another_mount_is_reported_and_part_of_the_timeout(
+def test_on_zfs_fuse_the_wait_for_another_mount_is_reported_and_counts_towards_the_timeout(
     set_timeout: Callable[[float], None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(capabilities, "_capabilities", ZFS_FUSE_CAPABILITIES)
@@ -194,7 +194,7 @@ def test_on_zfs_fuse_the_wait_for_another_mount_is_reported_and_part_of_the_time
     assert zfs_core.list_running_commands() == []
 
 
-def test_a_command_has_the_time_that_waiting_has_left(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_timeout_of_a_command_is_reduced_by_the_time_it_has_waited(monkeypatch: pytest.MonkeyPatch) -> None:
     timeouts: list[float] = []
     monkeypatch.setattr(capabilities, "_capabilities", openzfs_capabilities((2, 3)))
     monkeypatch.setattr(run_module, "execute", lambda _args, seconds, *_: timeouts.append(seconds))
@@ -205,8 +205,8 @@ def test_a_command_has_the_time_that_waiting_has_left(monkeypatch: pytest.Monkey
     assert timeouts[0] == timeouts[2] == 75 and 25 < timeouts[1] <= 99.8 and timeouts[3] == 100
 
 
-class _HangingOnce:
-    """Stands for all parts of the host. The first removal times out, and the second one succeeds."""
+class _HostPartsThatHangOnce:
+    """Takes the place of all parts of the host. The first removal times out, and the second one succeeds."""
 
     def __init__(self) -> None:
         self.instances = self.snapshots = self
@@ -238,8 +238,8 @@ class _HangingOnce:
 def test_a_removal_whose_command_hangs_is_repeated(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(retries, "_RETRY_SECONDS", 0.01)
 
-    async def scenario(remove: Callable[[_HangingOnce, BackgroundTasks], Awaitable[None]]) -> list[str]:
-        parts, background = _HangingOnce(), BackgroundTasks(Logger("test"))
+    async def run_scenario(remove: Callable[[_HostPartsThatHangOnce, BackgroundTasks], Awaitable[None]]) -> list[str]:
+        parts, background = _HostPartsThatHangOnce(), BackgroundTasks(Logger("test"))
         await remove(parts, background)
         await background.wait(10)
         return parts.attempts
@@ -251,8 +251,8 @@ def test_a_removal_whose_command_hangs_is_repeated(monkeypatch: pytest.MonkeyPat
         parts.volumes = parts.volume_snapshots = parts
         return JailVolumes(parts, parts, parts, parts, background).remove(Volume(name="v", size_mb=64))
 
-    assert asyncio.run(scenario(discard)) == ["one", "one"]
-    assert len(asyncio.run(scenario(remove))) == 2
+    assert asyncio.run(run_scenario(discard)) == ["one", "one"]
+    assert len(asyncio.run(run_scenario(remove))) == 2
 
 
 def test_no_command_runs_while_the_event_loop_could_be_waiting_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -307,35 +307,35 @@ def test_a_file_system_that_hangs_hides_only_its_own_usage(monkeypatch: pytest.M
 
 
 def test_each_file_system_that_hangs_blocks_only_one_thread(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Several file systems begin to hang while they are read at the same time, and answer one after the other."""
+    """Several file systems begin to hang while they are read at the same time, and respond one after the other."""
     monkeypatch.setattr(disk_usage, "_TIMEOUT_SECONDS", 1.0)
     paths = {name: tmp_path / name for name in ("a", "b", "c")}
-    released = {path: threading.Event() for path in paths.values()}
-    active: list[Path] = []
+    release_events = {path: threading.Event() for path in paths.values()}
+    active_paths: list[Path] = []
     calls: list[Path] = []
 
     def read(path: Path) -> int | None:
         calls.append(path)
-        active.append(path)
-        released[path].wait(30)
-        active.remove(path)
+        active_paths.append(path)
+        release_events[path].wait(30)
+        active_paths.remove(path)
         return 1
 
     monkeypatch.setattr(disk_usage, "_read_used_bytes", read)
     usage = DiskUsage()
 
-    async def scenario() -> None:
+    async def run_scenario() -> None:
         await asyncio.gather(*(usage.read(paths) for _ in range(5)))
-        assert sorted(active) == sorted(paths.values())
-        released[paths["a"]].set()
-        await run_in_thread(wait_until, lambda: len(active) == 2)
+        assert sorted(active_paths) == sorted(paths.values())
+        release_events[paths["a"]].set()
+        await run_in_thread(wait_until, lambda: len(active_paths) == 2)
         await usage.read({"b": paths["b"], "c": paths["c"]})
         assert sorted(calls) == sorted(paths.values()), "a file system blocks two threads"
-        for event in released.values():
+        for event in release_events.values():
             event.set()
 
-    asyncio.run(scenario())
+    asyncio.run(run_scenario())
 
 
-def test_most_commands_are_slow_after_ten_seconds() -> None:
+def test_most_commands_count_as_slow_after_ten_seconds() -> None:
     assert pytest.approx(10) == process.TIMEOUT_SECONDS * slow_commands.SLOW_FRACTION

@@ -21,7 +21,7 @@ def apply_changes(groups: IdGroups, model: Model, changes: list[tuple[str, str, 
             ids.append(id)
 
 
-def check(groups: IdGroups, model: Model) -> None:
+def check_groups(groups: IdGroups, model: Model) -> None:
     assert set(groups) == {group for group, ids in model.items() if ids}
     assert {group: list(groups[group]) for group in "abc"} == {group: model.get(group, []) for group in "abc"}
 
@@ -31,14 +31,14 @@ def test_copies_are_independent(
     history: list[tuple[str, str, str]],
     later_changes: list[tuple[list[tuple[str, str, str]], list[tuple[str, str, str]]]],
 ) -> None:
-    original, model = IdGroups(), Model()
-    apply_changes(original, model, history)
+    original_groups, model = IdGroups(), Model()
+    apply_changes(original_groups, model, history)
     copies = []
     for own_changes, changes_of_copy in later_changes:
-        copy, copy_model = original.copy(), {group: ids.copy() for group, ids in model.items()}
+        copy, copy_model = original_groups.copy(), {group: ids.copy() for group, ids in model.items()}
         apply_changes(copy, copy_model, changes_of_copy)
-        apply_changes(original, model, own_changes)
+        apply_changes(original_groups, model, own_changes)
         copies.append((copy, copy_model))
-    check(original, model)
+    check_groups(original_groups, model)
     for copy, copy_model in copies:
-        check(copy, copy_model)
+        check_groups(copy, copy_model)

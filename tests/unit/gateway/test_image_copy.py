@@ -35,7 +35,7 @@ Entry = tuple[str, bytes, str]
 
 
 class Image:
-    """A directory in place of an image, with a working directory."""
+    """A directory that takes the place of an image. Contains a working directory."""
 
     def __init__(self, root: Path) -> None:
         self.context = root / "context"
@@ -50,7 +50,7 @@ class Image:
     ) -> str:
         """Archive a source as the client does, and copy it. Returns the error, or "" after a success.
 
-        ``destination``: as in the step; an absolute path is below the image.
+        ``destination``: as in the step. An absolute path is relative to the root of the image.
         """
         with tar_file_stream(source, str(self.context), [], False, is_compressed) as stream:
             self.archive.write_bytes(stream.read())
@@ -128,15 +128,15 @@ def test_files_are_copied_as_docker_copies_them(
     image: Image, source: str, destination: str, expected: list[str]
 ) -> None:
     assert image.copy(source, destination) == ""
-    assert image.list() == sorted(expected)
+    assert image.list_paths() == sorted(expected)
 
 
 def test_contents_links_modes_and_times_are_kept(image: Image) -> None:
-    main = image.context / "app/main.py"
-    main.chmod(0o751)
-    os.utime(main, (1_000_000_000, 1_000_000_000))
+    main_file = image.context / "app/main.py"
+    main_file.chmod(0o751)
+    os.utime(main_file, (1_000_000_000, 1_000_000_000))
     (image.context / "app/deep").chmod(0o700)
-    (image.context / "app/same").hardlink_to(main)
+    (image.context / "app/same").hardlink_to(main_file)
     assert image.copy("app", "/srv", is_compressed=False) == ""
     status = (image.root / "srv/main.py").stat()
     assert (image.root / "srv/main.py").read_text() == (image.root / "srv/same").read_text() == "main"
@@ -153,18 +153,18 @@ def test_contents_links_modes_and_times_are_kept(image: Image) -> None:
 def test_the_owner_and_the_mode_apply_to_everything_that_is_copied(
     image: Image, owner: str, ids: tuple[int, int]
 ) -> None:
-    other = image.workdir / "other"
-    other.write_text("other")
-    status_before = other.lstat(), image.workdir.stat().st_mode
+    other_file = image.workdir / "other"
+    other_file.write_text("other")
+    status_before = other_file.lstat(), image.workdir.stat().st_mode
     assert image.copy("app", "new/dir", owner, "0640") == ""
     for path in (image.workdir / "new").rglob("*"):
         status = path.lstat()
         assert (status.st_uid, status.st_gid) == ids, path
         if not path.is_symlink() and path.name != "dir":
             assert stat.S_IMODE(status.st_mode) == 0o640, path
-    created = (image.workdir / "new").stat()
-    assert (created.st_uid, stat.S_IMODE(created.st_mode)) == (ids[0], 0o755)
-    assert (other.lstat(), image.workdir.stat().st_mode) == status_before
+    created_status = (image.workdir / "new").stat()
+    assert (created_status.st_uid, stat.S_IMODE(created_status.st_mode)) == (ids[0], 0o755)
+    assert (other_file.lstat(), image.workdir.stat().st_mode) == status_before
 
 
 def test_a_directory_is_merged_into_an_existing_one(image: Image) -> None:
@@ -172,7 +172,7 @@ def test_a_directory_is_merged_into_an_existing_one(image: Image) -> None:
     for name in ("deep/data", "deep/old", "link"):
         (image.workdir / name).write_text("before")
     assert image.copy("app", ".") == ""
-    assert image.list() == ["work/deep/data", "work/deep/old", "work/link", "work/main.py"]
+    assert image.list_paths() == ["work/deep/data", "work/deep/old", "work/link", "work/main.py"]
     assert (image.workdir / "deep/data").read_text() == "data" and (image.workdir / "link").is_symlink()
 
 
@@ -180,13 +180,13 @@ def test_a_destination_that_is_a_link_in_the_image_is_followed(image: Image) -> 
     (image.root / "linked").symlink_to("work")
     assert image.copy("app", "/linked/") == ""
     assert image.copy("one.txt", "/linked") == ""
-    assert image.list() == ["linked", *(f"work/{name}" for name in sorted([*TREE, "one.txt"]))]
+    assert image.list_paths() == ["linked", *(f"work/{name}" for name in sorted([*TREE, "one.txt"]))]
 
 
 def test_a_destination_that_is_a_link_to_a_missing_directory_is_created(image: Image) -> None:
     (image.root / "linked").symlink_to("missing/directory")
     assert image.copy("one.txt", "/linked/") == ""
-    assert image.list() == ["linked", "missing/directory/one.txt"]
+    assert image.list_paths() == ["linked", "missing/directory/one.txt"]
 
 
 def test_a_file_replaces_a_link_and_not_its_target(image: Image) -> None:
@@ -204,7 +204,7 @@ def test_a_file_replaces_a_link_and_not_its_target(image: Image) -> None:
         (lambda work: (work / "x/deep").symlink_to("/"), "app", "x/deep exists and is not a directory"),
     ],
 )
-def test_what_cannot_be_replaced_is_an_error(
+def test_an_entry_that_cannot_be_replaced_is_an_error(
     image: Image, prepare: Callable[[Path], object], source: str, message: str
 ) -> None:
     if message.startswith("x/"):
@@ -216,7 +216,7 @@ def test_what_cannot_be_replaced_is_an_error(
 @pytest.mark.parametrize("owner", ["nobody-here", "root:nobody-here"])
 def test_an_unknown_owner_is_an_error(image: Image, owner: str) -> None:
     assert "'nobody-here' does not exist" in image.copy("one.txt", "x", owner)
-    assert image.list() == []
+    assert image.list_paths() == []
 
 
 FILE, LINK, HARD_LINK, DIRECTORY = tarfile.REGTYPE, tarfile.SYMTYPE, tarfile.LNKTYPE, tarfile.DIRTYPE

@@ -34,10 +34,13 @@ from tests.support.images import make_entry, make_layer, write_layout
 IMAGE = parse_image_reference("docker://registry.example/app:1")
 
 
-def check(
+def find_problem(
     tmp_path: Path, *layers: bytes, max_bytes: int = 1 << 20, max_entries: int = 100, is_gzip: bool | None = None
 ) -> str:
-    """Check layers. ``is_gzip``: whether the media types say so; by default, they match the layers."""
+    """Return what is wrong with layers, or "".
+
+    ``is_gzip``: whether the media types say that the layers are compressed. By default, the types are correct.
+    """
     paths = [tmp_path / str(number) for number in range(len(layers))]
     for path, data in zip(paths, layers, strict=True):
         path.write_bytes(data)
@@ -72,7 +75,7 @@ HOSTILE_ENTRIES: dict[str, tuple[tuple[tarfile.TarInfo, bytes], str]] = {
 @pytest.mark.parametrize("kind", HOSTILE_ENTRIES)
 def test_an_entry_that_leads_outside_is_refused(tmp_path: Path, kind: str) -> None:
     hostile_entry, problem = HOSTILE_ENTRIES[kind]
-    message = check(
+    message = find_problem(
         tmp_path, make_layer(make_entry("good")), gzip.compress(make_layer(make_entry("good"), hostile_entry))
     )
     assert message.startswith("layer 2 of 2 contains ") and problem in message
@@ -90,7 +93,7 @@ def test_ordinary_entries_are_accepted(tmp_path: Path) -> None:
         make_entry("etc/..data"),
         make_entry("äöü/" + "n" * 200, b"x"),
     ]
-    assert check(tmp_path, make_layer(*entries), gzip.compress(make_layer(*entries)), make_layer()) == ""
+    assert find_problem(tmp_path, make_layer(*entries), gzip.compress(make_layer(*entries)), make_layer()) == ""
 
 
 @given(
@@ -111,24 +114,26 @@ def test_an_accepted_name_stays_below_the_root(parts: list[str], kind: bytes) ->
 
 
 def test_an_image_that_is_too_large_is_refused(tmp_path: Path) -> None:
-    too_many_bytes = "the image unpacks to more than 1 MiB, the size of the template's disk: set diskSizeMB"
-    half = gzip.compress(make_layer(make_entry("half", bytes(600 << 10))))
-    assert check(tmp_path, half) == ""
-    assert check(tmp_path, half, half).startswith(too_many_bytes)
-    padding = gzip.compress(make_layer(make_entry("small")) + bytes(4 << 20))
-    assert check(tmp_path, padding).startswith(too_many_bytes)
-    many = make_layer(*(make_entry(f"{number}") for number in range(101)))
-    assert "contains more than 100 files" in check(tmp_path, many)
+    size_problem = "the image unpacks to more than 1 MiB, the size of the template's disk: set diskSizeMB"
+    half_layer = gzip.compress(make_layer(make_entry("half", bytes(600 << 10))))
+    assert find_problem(tmp_path, half_layer) == ""
+    assert find_problem(tmp_path, half_layer, half_layer).startswith(size_problem)
+    padded_layer = gzip.compress(make_layer(make_entry("small")) + bytes(4 << 20))
+    assert find_problem(tmp_path, padded_layer).startswith(size_problem)
+    layer_of_many_files = make_layer(*(make_entry(f"{number}") for number in range(101)))
+    assert "contains more than 100 files" in find_problem(tmp_path, layer_of_many_files)
 
 
 def test_directories_implied_by_file_names_are_counted(tmp_path: Path) -> None:
     """umoci creates them, each with its own inode."""
-    deep = ["/".join([f"{number}"] * 30) for number in range(4)]
-    assert "contains more than 100 files and directories" in check(tmp_path, make_layer(*map(make_entry, deep)))
-    siblings = [f"{'a/' * 30}{number}" for number in range(60)]
-    assert check(tmp_path, make_layer(*map(make_entry, siblings))) == ""
+    deep_names = ["/".join([f"{number}"] * 30) for number in range(4)]
+    assert "contains more than 100 files and directories" in find_problem(
+        tmp_path, make_layer(*map(make_entry, deep_names))
+    )
+    sibling_names = [f"{'a/' * 30}{number}" for number in range(60)]
+    assert find_problem(tmp_path, make_layer(*map(make_entry, sibling_names))) == ""
     directories = [make_entry("a/" * depth, type=tarfile.DIRTYPE) for depth in range(1, 60)]
-    assert check(tmp_path, make_layer(*directories, *map(make_entry, "bc"))) == ""
+    assert find_problem(tmp_path, make_layer(*directories, *map(make_entry, "bc"))) == ""
 
 
 def test_sparse_files_and_damaged_layers_are_refused(tmp_path: Path) -> None:
@@ -136,12 +141,12 @@ def test_sparse_files_and_damaged_layers_are_refused(tmp_path: Path) -> None:
     os.truncate(tmp_path / "huge", 1 << 40)
     for format_options in (["--format=gnu"], ["--format=posix", "--sparse-version=1.0"]):
         argv = ["tar", "--sparse", *format_options, "--create", "--directory", str(tmp_path), "huge"]
-        sparse = subprocess.run(argv, check=True, capture_output=True, timeout=60).stdout
-        assert "contains the sparse file 'huge'" in check(tmp_path, sparse)
-    assert "is compressed with zstd" in check(tmp_path, b"\x28\xb5\x2f\xfd rest")
-    whole = gzip.compress(make_layer(make_entry("file", os.urandom(5000))))
-    for damaged in (whole[:-3000], b"noise" * 200, b"\x1f\x8b" + b"noise" * 200, b"x"):
-        assert "layer 1 of 1 is damaged" in check(tmp_path, damaged)
+        sparse_layer = subprocess.run(argv, check=True, capture_output=True, timeout=60).stdout
+        assert "contains the sparse file 'huge'" in find_problem(tmp_path, sparse_layer)
+    assert "is compressed with zstd" in find_problem(tmp_path, b"\x28\xb5\x2f\xfd rest")
+    whole_layer = gzip.compress(make_layer(make_entry("file", os.urandom(5000))))
+    for damaged_layer in (whole_layer[:-3000], b"noise" * 200, b"\x1f\x8b" + b"noise" * 200, b"x"):
+        assert "layer 1 of 1 is damaged" in find_problem(tmp_path, damaged_layer)
 
 
 def make_header(name: str = "hidden", **fields: bytes) -> bytes:
@@ -191,18 +196,18 @@ HIDING_PLACES = {
 @pytest.mark.parametrize("place", HIDING_PLACES)
 def test_an_entry_that_only_another_program_reads_is_refused(tmp_path: Path, place: str) -> None:
     """umoci is written in Go, whose archive/tar interprets some headers differently from Python's tarfile."""
-    whole = make_layer(make_entry("good"))[:512] + HIDING_PLACES[place]
-    assert check(tmp_path, whole + END).startswith("layer 1 of 1 ")
-    hostile = gzip.compress(whole)
-    assert check(tmp_path, hostile).startswith("layer 1 of 1 ")
+    hostile_layer = make_layer(make_entry("good"))[:512] + HIDING_PLACES[place]
+    assert find_problem(tmp_path, hostile_layer + END).startswith("layer 1 of 1 ")
+    compressed_layer = gzip.compress(hostile_layer)
+    assert find_problem(tmp_path, compressed_layer).startswith("layer 1 of 1 ")
 
 
 def test_headers_of_common_programs_are_accepted(tmp_path: Path) -> None:
-    gnu = make_header("good", magic=b"ustar  \0")
-    old = make_header("directory/", magic=NO_MAGIC + bytes(64), kind=b"\0", devmajor=bytes(16))
-    large = make_header("large", size=b"\x80" + (1024).to_bytes(11, "big")) + bytes(1024)
-    spaces = make_header("spaces", size=b"      1000 \0") + bytes(512)
-    assert check(tmp_path, gnu + old + large + spaces + END, gnu) == ""
+    gnu_header = make_header("good", magic=b"ustar  \0")
+    old_header = make_header("directory/", magic=NO_MAGIC + bytes(64), kind=b"\0", devmajor=bytes(16))
+    large_entry = make_header("large", size=b"\x80" + (1024).to_bytes(11, "big")) + bytes(1024)
+    entry_with_spaces = make_header("spaces", size=b"      1000 \0") + bytes(512)
+    assert find_problem(tmp_path, gnu_header + old_header + large_entry + entry_with_spaces + END, gnu_header) == ""
     (tmp_path / "tree/directory").mkdir(parents=True)
     (tmp_path / "tree" / ("n" * 200)).write_text("x" * 5000)
     (tmp_path / "tree/directory" / ("m" * 130)).symlink_to("l" * 150)
@@ -210,14 +215,14 @@ def test_headers_of_common_programs_are_accepted(tmp_path: Path) -> None:
         argv = ["tar", f"--format={format_option}", "--create", "--directory", str(tmp_path / "tree"), "."]
         # tar leaves out names that are too long for the format.
         data = subprocess.run(argv, capture_output=True, timeout=60, check=False).stdout
-        assert check(tmp_path, data, gzip.compress(data)) == "" and len(data) >= 1024
+        assert find_problem(tmp_path, data, gzip.compress(data)) == "" and len(data) >= 1024
 
 
 def test_a_layer_that_is_not_compressed_as_its_media_type_says_is_refused(tmp_path: Path) -> None:
     """umoci relies on the media type. A file can be valid both as a compressed and as an uncompressed layer."""
     problem = "layer 1 of 1 is not compressed as its media type says"
-    assert check(tmp_path, gzip.compress(make_layer(make_entry("a"))), is_gzip=False).startswith(problem)
-    assert check(tmp_path, make_layer(make_entry("a")), is_gzip=True).startswith(problem)
+    assert find_problem(tmp_path, gzip.compress(make_layer(make_entry("a"))), is_gzip=False).startswith(problem)
+    assert find_problem(tmp_path, make_layer(make_entry("a")), is_gzip=True).startswith(problem)
 
 
 async def test_a_program_that_unpacks_more_than_the_check_has_counted_is_killed(
@@ -341,19 +346,19 @@ def test_a_file_in_place_of_a_directory_is_refused(tmp_path: Path, path: str) ->
 # --- the layout ----------------------------------------------------------------------------------------------------
 
 
-def read(layout: Path) -> registry.CopiedImage:
+def read_image(layout: Path) -> registry.CopiedImage:
     layout.rename(layout.with_name(registry.LAYOUT))
     return registry.read_layout(layout.parent, IMAGE)
 
 
 def test_a_layout_is_read(tmp_path: Path) -> None:
-    image = read(write_layout(tmp_path / "image", [make_layer(), make_layer(make_entry("a"))], {"Cmd": ["run"]}))
+    image = read_image(write_layout(tmp_path / "image", [make_layer(), make_layer(make_entry("a"))], {"Cmd": ["run"]}))
     assert len(image.layers) == 2 and image.config["config"] == {"Cmd": ["run"]}
     assert all((tmp_path / layer.path).is_file() and layer.is_gzip for layer in image.layers)
 
 
 def test_unsuitable_images_are_refused(tmp_path: Path) -> None:
-    def check_refused(message: str, edit: Any = None, **options: Any) -> None:
+    def check_refusal(message: str, edit: Any = None, **options: Any) -> None:
         directory = tmp_path / str(len(list(tmp_path.iterdir())))
         directory.mkdir()
         layout = write_layout(directory / "image", [make_layer(make_entry("file"))], **options)
@@ -361,15 +366,15 @@ def test_unsuitable_images_are_refused(tmp_path: Path) -> None:
             index = json.loads((layout / "index.json").read_text())
             (layout / "index.json").write_text(json.dumps(edit(index)))
         with pytest.raises(Invalid, match=message):
-            read(layout)
+            read_image(layout)
 
-    check_refused("is for linux/s390x, but this host runs linux/", architecture="s390x")
-    check_refused("compressed with zstd", media_type="application/vnd.oci.image.layer.v1.tar+zstd")
-    check_refused("has the unknown media type 'text/plain'", media_type="text/plain")
-    check_refused("is not an image of a root file system", lambda index: {"manifests": []})
-    check_refused("is not an image of a root file system", lambda index: [])
-    outside = {"manifests": [{"digest": "sha256:../../../../etc/passwd"}]}
-    check_refused("is not an image of a root file system", lambda index: outside)
+    check_refusal("is for linux/s390x, but this host runs linux/", architecture="s390x")
+    check_refusal("compressed with zstd", media_type="application/vnd.oci.image.layer.v1.tar+zstd")
+    check_refusal("has the unknown media type 'text/plain'", media_type="text/plain")
+    check_refusal("is not an image of a root file system", lambda index: {"manifests": []})
+    check_refusal("is not an image of a root file system", lambda index: [])
+    outside_index = {"manifests": [{"digest": "sha256:../../../../etc/passwd"}]}
+    check_refusal("is not an image of a root file system", lambda index: outside_index)
 
 
 @pytest.mark.parametrize(
@@ -407,8 +412,8 @@ def test_the_settings_of_an_image_are_read() -> None:
     assert read_start_settings({"config": settings}) == StartSettings(
         ["/run", "--port", "80"], {"A": "b=c", "EMPTY": ""}, "1000:5", "/srv"
     )
-    for empty in ({}, {"config": None}, {"config": {"Env": None, "Cmd": None, "User": None}}):
-        assert read_start_settings(empty) == StartSettings()
+    for empty_config in ({}, {"config": None}, {"config": {"Env": None, "Cmd": None, "User": None}}):
+        assert read_start_settings(empty_config) == StartSettings()
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from sandbox_gateway.image_references import ImageReference, Transport, parse_image_reference
 
 DIGEST = f"sha256:{'0123456789abcdef' * 4}"
-PARSED = {
+SKOPEO_NAMES = {
     "debian": "docker://docker.io/library/debian:latest",
     "python:3.12-slim": "docker://docker.io/library/python:3.12-slim",
     "docker://team/app": "docker://docker.io/team/app:latest",
@@ -26,9 +26,9 @@ PARSED = {
 }
 
 
-@pytest.mark.parametrize("text", PARSED)
+@pytest.mark.parametrize("text", SKOPEO_NAMES)
 def test_references_are_converted_to_skopeo_names(text: str) -> None:
-    assert str(parse_image_reference(text)) == PARSED[text]
+    assert str(parse_image_reference(text)) == SKOPEO_NAMES[text]
 
 
 @pytest.mark.parametrize(

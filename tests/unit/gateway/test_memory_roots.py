@@ -24,7 +24,7 @@ MIB = 1 << 20
 
 
 @pytest.fixture(autouse=True)
-def _without_extents(monkeypatch: pytest.MonkeyPatch) -> None:
+def _no_extents(monkeypatch: pytest.MonkeyPatch) -> None:
     """Simulate a file system that does not list extents, such as tmpfs."""
     monkeypatch.setattr(reflink, "count_unique_bytes", lambda path: 0)
 
@@ -92,13 +92,13 @@ def store(layout: Layout, root: Path) -> Store:
     return store
 
 
-def unmount(root: Path) -> None:
+def unmount_root(root: Path) -> None:
     """Replace a root with an empty directory, as if the root were unmounted."""
     root.rename(root.with_name("unmounted"))
     root.mkdir(mode=0o700)
 
 
-def mount(root: Path) -> None:
+def mount_root(root: Path) -> None:
     root.rmdir()
     root.with_name("unmounted").rename(root)
 
@@ -129,11 +129,11 @@ def test_without_a_memory_root_the_image_is_in_the_directory_of_the_snapshot(lay
 def test_memory_in_a_root_that_is_not_mounted_is_unavailable_until_it_is_mounted(store: Store, root: Path) -> None:
     snapshot = store.capture()
     assert store.roots.memory_problem(snapshot) == ""
-    unmount(root)
+    unmount_root(root)
     assert f"{root} is not mounted" in store.roots.memory_problem(snapshot)
     with pytest.raises(Conflict, match=rf"snapshot {snapshot.id} is not available: .*not mounted.*cold start"):
         store.roots.require_memory(snapshot)
-    mount(root)
+    mount_root(root)
     assert store.roots.memory_problem(snapshot) == ""
     store.roots.require_memory(snapshot)
 
@@ -156,29 +156,29 @@ def test_a_missing_or_short_image_makes_memory_unavailable(store: Store) -> None
 
 def test_snapshots_of_an_unmounted_root_are_neither_quarantined_nor_removed(store: Store, root: Path) -> None:
     snapshot = store.capture()
-    unmount(root)
+    unmount_root(root)
     assert store.scan() == ([snapshot.id], [])
     assert not (store.layout.root / ".damaged").exists()
-    mount(root)
+    mount_root(root)
     assert store.scan() == ([snapshot.id], []) and store.roots.memory_problem(snapshot) == ""
 
 
 def test_a_transient_snapshot_of_an_unmounted_root_survives_a_restart_of_the_gateway(store: Store, root: Path) -> None:
     snapshot = store.capture(SnapshotKind.TRANSIENT)
-    unmount(root)
+    unmount_root(root)
     assert store.scan() == ([snapshot.id], [])
 
 
 def test_captures_are_refused_and_nothing_is_created_while_the_root_is_not_mounted(
     store: Store, layout: Layout, root: Path
 ) -> None:
-    unmount(root)
+    unmount_root(root)
     with pytest.raises(Conflict, match=rf"the memory root {root} is not available: .*Mount it"):
         store.capture()
     restarted_store = Store(layout, root)
     restarted_store.roots.open()
     assert list(root.iterdir()) == []
-    mount(root)
+    mount_root(root)
     assert restarted_store.roots.directory_for_capture() is not None
 
 
@@ -238,10 +238,10 @@ def test_the_image_of_a_snapshot_that_was_removed_while_the_root_was_not_mounted
     store: Store, root: Path
 ) -> None:
     snapshot = store.capture()
-    unmount(root)
+    unmount_root(root)
     store.snapshots.remove(snapshot)
     assert store.scan() == ([], [])
-    mount(root)
+    mount_root(root)
     ids, repairs = store.scan()
     assert ids == [] and list_images(root) == []
     assert len(repairs) == 1 and "belonged to no snapshot" in repairs[0]
@@ -329,12 +329,12 @@ def test_the_image_of_a_machine_in_quarantine_is_kept(store: Store, root: Path) 
 
 def test_no_image_of_a_machine_is_swept_while_its_root_is_not_mounted(store: Store, root: Path) -> None:
     files = store.fork(store.capture())
-    unmount(root)
+    unmount_root(root)
     assert files.memory.is_symlink() and not files.memory.exists()
     with pytest.raises(Conflict, match=r"image of the running machine is not available.*Mount"):
         memory_roots.require_held_image(files.memory)
     assert store.scan()[1] == []
-    mount(root)
+    mount_root(root)
     memory_roots.require_held_image(files.memory)
     assert store.scan()[1] == [] and files.memory.exists()
 
@@ -372,20 +372,20 @@ def test_a_machine_that_boots_uses_neither_the_root_nor_images_of_a_former_machi
 
 def test_a_machine_boots_while_the_root_is_not_mounted(store: Store, root: Path) -> None:
     files = store.fork(store.capture())
-    unmount(root)
+    unmount_root(root)
     instances.create_memory_file(files, 64)
     assert files.memory.stat().st_size == 64 * MIB
-    mount(root)
+    mount_root(root)
     assert "belonged to no machine" in store.scan()[1][0]
 
 
-# -- space and the file of known roots ---------------------------------------------------------------------------------
+# -- free space, and the file that lists known roots -------------------------------------------------------------------
 
 
 def test_disk_reports_the_space_of_the_root_or_the_problem(store: Store, layout: Layout, root: Path) -> None:
     disk = store.roots.disk()
     assert disk is not None and disk.path == str(root) and 0 < disk.free <= disk.total and disk.problem == ""
-    unmount(root)
+    unmount_root(root)
     disk = store.roots.disk()
     assert disk is not None and disk.total == 0 and "not mounted" in disk.problem
     assert Store(layout, None).roots.disk() is None

@@ -16,7 +16,7 @@ from sandbox_gateway.hosts.jail_zfs.network.pf import build_jail_rules, require_
 from sandbox_gateway.hosts.network_policy import METADATA_NETWORKS, build_egress_rules, list_allowed_names, name_servers
 from sandbox_gateway.records import NetworkPolicy
 
-NO_INTERNET = NetworkPolicy(allow_internet=False)
+NO_INTERNET_POLICY = NetworkPolicy(allow_internet=False)
 
 
 def can_reach(policy: NetworkPolicy, address: str, port: int = 80, dns: Sequence[str] = ()) -> bool:
@@ -37,7 +37,7 @@ def test_without_a_policy_everything_but_metadata_is_open() -> None:
 def test_allowed_addresses_are_open_if_all_others_are_closed() -> None:
     policy = NetworkPolicy(allow_internet=False, allow_out=["192.0.2.0/24", " 198.51.100.7 "])
     assert can_reach(policy, "192.0.2.200") and can_reach(policy, "198.51.100.7")
-    assert not can_reach(policy, "198.51.100.8") and not can_reach(NO_INTERNET, "1.1.1.1")
+    assert not can_reach(policy, "198.51.100.8") and not can_reach(NO_INTERNET_POLICY, "1.1.1.1")
 
 
 def test_denied_addresses_are_closed_unless_allowed() -> None:
@@ -61,7 +61,7 @@ def test_a_name_server_at_a_metadata_address_opens_only_its_port() -> None:
     assert can_reach(NetworkPolicy(), server_address, 53, [server_address, "1.1.1.1"])
     assert not can_reach(NetworkPolicy(), server_address, 80, [server_address])
     assert not can_reach(NetworkPolicy(), "169.254.169.254", 53, [server_address])
-    assert not can_reach(NO_INTERNET, server_address, 53, [server_address])
+    assert not can_reach(NO_INTERNET_POLICY, server_address, 53, [server_address])
     assert not can_reach(NetworkPolicy(deny_out=["169.254.0.0/16"]), server_address, 53, [server_address])
     assert can_reach(NetworkPolicy(allow_internet=False, allow_out=["0.0.0.0/0"]), server_address, 53, [server_address])
     assert can_reach(

@@ -82,7 +82,7 @@ def test_a_tarballs_digest_covers_only_its_contents(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", ["pipe", "device"])
-def test_a_source_whose_reading_never_ends_is_refused(tmp_path: Path, kind: str) -> None:
+def test_a_source_that_never_ends_is_refused(tmp_path: Path, kind: str) -> None:
     if kind == "pipe":
         os.mkfifo(tmp_path / "source")
     else:

@@ -17,7 +17,7 @@ VOLUME_SNAPSHOT = VolumeSnapshot(name="monday", volume=VOLUME.id, size_mb=64)
 
 
 @pytest.mark.parametrize(
-    ("record", "volume", "what", "resource"),
+    ("record", "volume", "description", "resource"),
     [
         (Snapshot(names=["golden"]), "", "snapshot 'golden'", "snapshot"),
         (Snapshot(names=["web"], kind=SnapshotKind.TEMPLATE), "", "template 'web'", "template"),
@@ -26,7 +26,7 @@ VOLUME_SNAPSHOT = VolumeSnapshot(name="monday", volume=VOLUME.id, size_mb=64)
     ],
 )
 def test_users_that_only_the_host_knows_are_named_in_the_same_form(
-    record: Snapshot | VolumeSnapshot | Volume, volume: str, what: str, resource: str
+    record: Snapshot | VolumeSnapshot | Volume, volume: str, description: str, resource: str
 ) -> None:
     host_error = InUseExternally(
         {"ZFS clone": {"p/a": "p/a", "p/b": "p/b"}, "hold": {"p@s": "p@s"}}, "Remove them first."
@@ -34,7 +34,8 @@ def test_users_that_only_the_host_knows_are_named_in_the_same_form(
     with pytest.raises(InUse) as error_info, external_users_named(record, volume):
         raise host_error
     assert (
-        error_info.value.message == f"{what} is in use by 2 ZFS clones (p/a, p/b) and 1 hold (p@s). Remove them first."
+        error_info.value.message
+        == f"{description} is in use by 2 ZFS clones (p/a, p/b) and 1 hold (p@s). Remove them first."
     )
     assert error_info.value.blockers == ["p/a", "p/b", "p@s"]
     assert error_info.value.details["resource"] == resource
@@ -42,7 +43,9 @@ def test_users_that_only_the_host_knows_are_named_in_the_same_form(
     engine_error = create_in_use_error(
         record, {"sandbox": [Sandbox(name="box")]}, "Delete it.", busy=False, volume=volume
     )
-    assert engine_error is not None and engine_error.message == f"{what} is in use by 1 sandbox (box). Delete it."
+    assert (
+        engine_error is not None and engine_error.message == f"{description} is in use by 1 sandbox (box). Delete it."
+    )
 
 
 def test_other_errors_of_a_host_are_not_changed() -> None:

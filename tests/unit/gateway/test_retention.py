@@ -104,15 +104,15 @@ def test_the_next_change_is_the_earliest_end_of_a_maximum_age() -> None:
 def test_rules_are_applied_again_when_a_series_changes_or_a_snapshot_is_too_old() -> None:
     index = Index()
     surplus = Surplus(index)
-    first, second = (make_snapshot(hours, Retention(max_age=3 * 3600)) for hours in (2, 1))
-    other = make_snapshot(1, Retention(keep_last=1), "b" * 12)
-    for snapshot in (first, second, other):
+    first_snapshot, second_snapshot = (make_snapshot(hours, Retention(max_age=3 * 3600)) for hours in (2, 1))
+    other_snapshot = make_snapshot(1, Retention(keep_last=1), "b" * 12)
+    for snapshot in (first_snapshot, second_snapshot, other_snapshot):
         index.put(snapshot)
     assert surplus.find(NOON) == []
     index.put(make_snapshot(0, Retention(keep_last=1), "b" * 12))
-    assert surplus.find(NOON) == [other.id]
-    assert surplus.find(NOON + timedelta(hours=1.5)) == [other.id, first.id]
-    index.remove(other.id)
-    index.remove(first.id)
+    assert surplus.find(NOON) == [other_snapshot.id]
+    assert surplus.find(NOON + timedelta(hours=1.5)) == [other_snapshot.id, first_snapshot.id]
+    index.remove(other_snapshot.id)
+    index.remove(first_snapshot.id)
     assert surplus.find(NOON + timedelta(hours=1.5)) == []
     assert surplus.find(NOON + timedelta(days=1)) == [], "the newest snapshot is kept"

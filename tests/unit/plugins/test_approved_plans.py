@@ -39,7 +39,7 @@ def gateway(tmp_path_factory: pytest.TempPathFactory) -> Iterator[MemoryGateway]
 
 @pytest.fixture
 def client(gateway: MemoryGateway) -> Iterator[Client]:
-    """A client of a gateway with the sandboxes web and other, the snapshots golden and idle, and the volume data."""
+    """A client of a gateway with the sandboxes `web` and `other`, two snapshots, and the volume `data`."""
     gateway.clear()
     client = Client(gateway.unix_url)
     for kind, params in (
@@ -54,7 +54,7 @@ def client(gateway: MemoryGateway) -> Iterator[Client]:
     client.close()
 
 
-def copy_monday(client: Client) -> None:
+def copy_monday_snapshot(client: Client) -> None:
     assert run_task(client, "volume", {"name": ["copy"], "from_snapshot": "data@monday"})["changed"]
 
 
@@ -71,11 +71,13 @@ def make_plan(gateway: MemoryGateway, *tasks: Task) -> list[dict[str, Any]]:
     return json.loads(json.dumps(entries))
 
 
-def apply(client: Client, task: Task, *entries: dict[str, Any], state: dict[str, Any] | None = None) -> dict[str, Any]:
+def apply_task(
+    client: Client, task: Task, *entries: dict[str, Any], state: dict[str, Any] | None = None
+) -> dict[str, Any]:
     """Run a task that may do only what ``entries`` contain. ``state``: the state of the run, which is updated."""
     kind, params = task
     state = new_state() if state is None else state
-    run_client = Client(client.address.url)  # ``client`` stands for others
+    run_client = Client(client.address.url)  # ``client`` represents other users
     try:
         result = run_task(run_client, kind, {**params, "approved_plan": approved_option(entries, {}, state)})
     finally:
@@ -93,103 +95,142 @@ def read_state(client: Client) -> str:
     return re.sub(r'"ready": \d+', "", state)  # The gateway starts prewarmed forks in the background.
 
 
-CAPTURE = ("snapshot", {"name": ["new"], "sandbox": ["web"]})
-FORK = ("fork", {"snapshot": "golden", "count": 2, "name_prefix": "try"})
-UPDATE = ("sandbox", {"name": ["web"], "metadata": {"team": "red"}})
-REMOVE = ("sandbox", {"name": ["web"], "state": "absent"})
-ROLL_BACK = ("rollback", {"sandbox": ["web"], "snapshot": "golden", "unless_clean": False})
-REMOVE_SNAPSHOT = ("snapshot", {"name": ["idle"], "state": "absent"})
-CAPTURE_WITH_DATA = ("snapshot", {"name": ["new"], "sandbox": ["writer"], "volumes": ["data"]})
-ROLL_BACK_WITH_DATA = ("rollback", {"sandbox": ["writer"], "snapshot": "with-data", "unless_clean": False})
-ATTACH = ("volume", {"name": ["data"], "attachments": [{"sandbox": "other", "path": "/srv/data", "read_only": True}]})
-REMOVE_TEMPLATE = ("template", {"name": ["base"], "state": "absent", "when_unused": True})
-GROW = ("volume", {"name": ["data"], "size_mb": 256})
-PURGE = ("volume", {"name": ["data"], "snapshots": [], "purge": True})
-COPY = ("volume", {"name": ["mine"], "from_snapshot": "data@monday"})
+CAPTURE_TASK = ("snapshot", {"name": ["new"], "sandbox": ["web"]})
+FORK_TASK = ("fork", {"snapshot": "golden", "count": 2, "name_prefix": "try"})
+UPDATE_TASK = ("sandbox", {"name": ["web"], "metadata": {"team": "red"}})
+REMOVE_TASK = ("sandbox", {"name": ["web"], "state": "absent"})
+ROLL_BACK_TASK = ("rollback", {"sandbox": ["web"], "snapshot": "golden", "unless_clean": False})
+REMOVE_SNAPSHOT_TASK = ("snapshot", {"name": ["idle"], "state": "absent"})
+CAPTURE_WITH_DATA_TASK = ("snapshot", {"name": ["new"], "sandbox": ["writer"], "volumes": ["data"]})
+ROLL_BACK_WITH_DATA_TASK = ("rollback", {"sandbox": ["writer"], "snapshot": "with-data", "unless_clean": False})
+ATTACH_TASK = (
+    "volume",
+    {"name": ["data"], "attachments": [{"sandbox": "other", "path": "/srv/data", "read_only": True}]},
+)
+REMOVE_TEMPLATE_TASK = ("template", {"name": ["base"], "state": "absent", "when_unused": True})
+GROW_TASK = ("volume", {"name": ["data"], "size_mb": 256})
+PURGE_TASK = ("volume", {"name": ["data"], "snapshots": [], "purge": True})
+COPY_TASK = ("volume", {"name": ["mine"], "from_snapshot": "data@monday"})
 
 
-def act(kind: str, **params: Any) -> Callable[[Client], Any]:
+def make_action(kind: str, **params: Any) -> Callable[[Client], Any]:
     return lambda client: run_task(client, kind, params)
 
 
-def rename_web(client: Client) -> None:
+def rename_web_sandbox(client: Client) -> None:
     client.patch("/sandboxes/web", {"name": "webber"})
 
 
-def remove_golden(client: Client) -> None:
+def remove_golden_snapshot(client: Client) -> None:
     for kind, name in (("sandbox", "fork-1"), ("snapshot", "golden")):
         assert run_task(client, kind, {"name": [name], "state": "absent"})["changed"]
 
 
 @pytest.mark.parametrize(
-    ("task", "drift", "message"),
+    ("task", "make_drift", "message"),
     [
-        (CAPTURE, act("sandbox", name=["web"], state="absent"), "sandbox 'web' has been removed"),
-        (UPDATE, act("sandbox", name=["web"], state="absent"), "sandbox 'web' has been removed"),
-        (FORK, act("sandbox", name=["fork-1"], state="absent"), "the users of snapshot 'golden' have changed"),
-        (FORK, act("fork", snapshot="golden", names=["fork-2"]), "the users of snapshot 'golden' have changed"),
-        (FORK, act("fork", snapshot="golden", names=["try-1"]), "sandbox 'try-1' did not exist"),
-        (FORK, act("snapshot", name=["golden"], sandbox=["web"], prewarm=1), "generation"),
-        (UPDATE, rename_web, "sandbox 'web' has been renamed (its id is "),
-        (REMOVE, rename_web, "sandbox 'web' has been renamed (its id is "),
-        (CAPTURE, rename_web, "sandbox 'web' has been renamed (its id is "),
-        (ROLL_BACK, rename_web, "sandbox 'web' has been renamed (its id is "),
-        (UPDATE, act("rollback", sandbox=["web"], snapshot="golden", unless_clean=False), "sandbox 'web' has changed"),
-        (UPDATE, act("snapshot", name=["newer"], sandbox=["web"]), "sandbox 'web' has changed"),
-        (UPDATE, act("sandbox", name=["web"], metadata={"team": "blue"}), "sandbox 'web' has changed"),
-        (UPDATE, act("sandbox", name=["web"], timeout=7200), "sandbox 'web' has changed"),
-        (UPDATE, act("sandbox", name=["web"], network={"allow_internet": False}), "sandbox 'web' has changed"),
-        (REMOVE, act("sandbox", name=["web"], state="paused"), "sandbox 'web' has changed"),
-        (REMOVE, act("sandbox", name=["web"], volumes=[{"name": "data", "path": "/srv"}]), "'web' has changed"),
-        (ROLL_BACK, act("fork", snapshot="golden", names=["fork-2"]), "the users of snapshot 'golden' have changed"),
-        (FORK, remove_golden, "snapshot 'golden' has been removed"),
-        (ROLL_BACK, remove_golden, "snapshot 'golden' has been removed"),
-        (REMOVE_SNAPSHOT, act("snapshot", name=["idle"], state="absent"), "snapshot 'idle' has been removed"),
-        (REMOVE_SNAPSHOT, act("fork", snapshot="idle", names=["f"]), "the users of snapshot 'idle' have changed"),
-        (REMOVE_SNAPSHOT, act("snapshot", name=["idle"], sandbox=["other"], prewarm=1), "snapshot 'idle' has changed"),
-        (GROW, act("volume", name=["data"], state="absent", purge=True), "volume 'data' has been removed"),
-        (GROW, act("volume", name=["data"], size_mb=128), "volume 'data' has changed"),
-        (GROW, act("volume", name=["data"], rollback_to="monday"), "volume 'data' has changed"),
-        (PURGE, copy_monday, "the clones of volume 'data' have changed"),
-        (COPY, copy_monday, "the clones of volume 'data' have changed"),
-        (CAPTURE, act("snapshot", name=["new"], sandbox=["other"]), "snapshot 'new' did not exist"),
+        (CAPTURE_TASK, make_action("sandbox", name=["web"], state="absent"), "sandbox 'web' has been removed"),
+        (UPDATE_TASK, make_action("sandbox", name=["web"], state="absent"), "sandbox 'web' has been removed"),
+        (
+            FORK_TASK,
+            make_action("sandbox", name=["fork-1"], state="absent"),
+            "the users of snapshot 'golden' have changed",
+        ),
+        (
+            FORK_TASK,
+            make_action("fork", snapshot="golden", names=["fork-2"]),
+            "the users of snapshot 'golden' have changed",
+        ),
+        (FORK_TASK, make_action("fork", snapshot="golden", names=["try-1"]), "sandbox 'try-1' did not exist"),
+        (FORK_TASK, make_action("snapshot", name=["golden"], sandbox=["web"], prewarm=1), "generation"),
+        (UPDATE_TASK, rename_web_sandbox, "sandbox 'web' has been renamed (its id is "),
+        (REMOVE_TASK, rename_web_sandbox, "sandbox 'web' has been renamed (its id is "),
+        (CAPTURE_TASK, rename_web_sandbox, "sandbox 'web' has been renamed (its id is "),
+        (ROLL_BACK_TASK, rename_web_sandbox, "sandbox 'web' has been renamed (its id is "),
+        (
+            UPDATE_TASK,
+            make_action("rollback", sandbox=["web"], snapshot="golden", unless_clean=False),
+            "sandbox 'web' has changed",
+        ),
+        (UPDATE_TASK, make_action("snapshot", name=["newer"], sandbox=["web"]), "sandbox 'web' has changed"),
+        (UPDATE_TASK, make_action("sandbox", name=["web"], metadata={"team": "blue"}), "sandbox 'web' has changed"),
+        (UPDATE_TASK, make_action("sandbox", name=["web"], timeout=7200), "sandbox 'web' has changed"),
+        (
+            UPDATE_TASK,
+            make_action("sandbox", name=["web"], network={"allow_internet": False}),
+            "sandbox 'web' has changed",
+        ),
+        (REMOVE_TASK, make_action("sandbox", name=["web"], state="paused"), "sandbox 'web' has changed"),
+        (
+            REMOVE_TASK,
+            make_action("sandbox", name=["web"], volumes=[{"name": "data", "path": "/srv"}]),
+            "'web' has changed",
+        ),
+        (
+            ROLL_BACK_TASK,
+            make_action("fork", snapshot="golden", names=["fork-2"]),
+            "the users of snapshot 'golden' have changed",
+        ),
+        (FORK_TASK, remove_golden_snapshot, "snapshot 'golden' has been removed"),
+        (ROLL_BACK_TASK, remove_golden_snapshot, "snapshot 'golden' has been removed"),
+        (
+            REMOVE_SNAPSHOT_TASK,
+            make_action("snapshot", name=["idle"], state="absent"),
+            "snapshot 'idle' has been removed",
+        ),
+        (
+            REMOVE_SNAPSHOT_TASK,
+            make_action("fork", snapshot="idle", names=["f"]),
+            "the users of snapshot 'idle' have changed",
+        ),
+        (
+            REMOVE_SNAPSHOT_TASK,
+            make_action("snapshot", name=["idle"], sandbox=["other"], prewarm=1),
+            "snapshot 'idle' has changed",
+        ),
+        (GROW_TASK, make_action("volume", name=["data"], state="absent", purge=True), "volume 'data' has been removed"),
+        (GROW_TASK, make_action("volume", name=["data"], size_mb=128), "volume 'data' has changed"),
+        (GROW_TASK, make_action("volume", name=["data"], rollback_to="monday"), "volume 'data' has changed"),
+        (PURGE_TASK, copy_monday_snapshot, "the clones of volume 'data' have changed"),
+        (COPY_TASK, copy_monday_snapshot, "the clones of volume 'data' have changed"),
+        (CAPTURE_TASK, make_action("snapshot", name=["new"], sandbox=["other"]), "snapshot 'new' did not exist"),
     ],
 )
 def test_nothing_is_done_after_a_change_by_others(
-    gateway: MemoryGateway, client: Client, task: Task, drift: Callable[[Client], Any], message: str
+    gateway: MemoryGateway, client: Client, task: Task, make_drift: Callable[[Client], Any], message: str
 ) -> None:
     (entry,) = make_plan(gateway, task)
     assert entry["actions"], entry
-    drift(client)
+    make_drift(client)
     before = read_state(client)
-    result = apply(client, task, entry)
+    result = apply_task(client, task, entry)
     assert result["failed"] and message in result["msg"], result
     assert result["failure"]["kind"] == "not_planned", result
     assert read_state(client) == before
 
 
 @pytest.mark.parametrize(
-    ("task", "drift", "message"),
+    ("task", "make_drift", "message"),
     [
-        (CAPTURE_WITH_DATA, act("volume", name=["data"], size_mb=128), "volume 'data' has changed"),
+        (CAPTURE_WITH_DATA_TASK, make_action("volume", name=["data"], size_mb=128), "volume 'data' has changed"),
         (
-            CAPTURE_WITH_DATA,
-            act("volume", name=["data"], rollback_to="monday", force=True),
+            CAPTURE_WITH_DATA_TASK,
+            make_action("volume", name=["data"], rollback_to="monday", force=True),
             "volume 'data' has changed",
         ),
-        (ROLL_BACK_WITH_DATA, act("volume", name=["data"], size_mb=128), "volume 'data' has changed"),
-        (ATTACH, act("sandbox", name=["other"], state="absent"), "sandbox 'other' has been removed"),
-        (ATTACH, act("sandbox", name=["other"], metadata={"a": "b"}), "sandbox 'other' has changed"),
-        (REMOVE_TEMPLATE, act("sandbox", name=["stranger"], template="base"), "the users of snapshot"),
+        (ROLL_BACK_WITH_DATA_TASK, make_action("volume", name=["data"], size_mb=128), "volume 'data' has changed"),
+        (ATTACH_TASK, make_action("sandbox", name=["other"], state="absent"), "sandbox 'other' has been removed"),
+        (ATTACH_TASK, make_action("sandbox", name=["other"], metadata={"a": "b"}), "sandbox 'other' has changed"),
+        (REMOVE_TEMPLATE_TASK, make_action("sandbox", name=["stranger"], template="base"), "the users of snapshot"),
     ],
 )
 def test_all_objects_that_a_task_names_are_compared(
-    gateway: MemoryGateway, client: Client, task: Task, drift: Callable[[Client], Any], message: str
+    gateway: MemoryGateway, client: Client, task: Task, make_drift: Callable[[Client], Any], message: str
 ) -> None:
     mounts = [{"name": "data", "path": "/srv/data"}]
     run_task(client, "sandbox", {"name": ["writer"], "template": "base", "volumes": mounts})
     run_task(client, "snapshot", {"name": ["with-data"], "sandbox": ["writer"], "volumes": ["data"]})
-    test_nothing_is_done_after_a_change_by_others(gateway, client, task, drift, message)
+    test_nothing_is_done_after_a_change_by_others(gateway, client, task, make_drift, message)
 
 
 @pytest.mark.parametrize("params", [{"snapshots": []}, {"state": "absent"}])
@@ -204,9 +245,9 @@ def test_nothing_is_done_before_a_removal_that_a_clone_prevents(tmp_path: Path, 
         task = ("volume", {"name": ["data"], "attachments": [], "purge": True, **params})
         (entry,) = make_plan(gateway, task)
         assert len(entry["actions"]) == 2 and entry["actions"][0]["verb"] == "detach", entry
-        copy_monday(client)
+        copy_monday_snapshot(client)
         before = read_state(client)
-        result = apply(client, task, entry)
+        result = apply_task(client, task, entry)
         assert "the clones of volume 'data' have changed since the plan was made (copy)" in result["msg"], result
         assert read_state(client) == before
         (entry,) = make_plan(gateway, task)
@@ -217,7 +258,7 @@ def test_nothing_is_done_before_a_removal_that_a_clone_prevents(tmp_path: Path, 
 
 
 def test_clones_that_the_run_makes_and_removes_itself_are_known(gateway: MemoryGateway, client: Client) -> None:
-    copy_monday(client)
+    copy_monday_snapshot(client)
     tasks = [
         ("volume", {"name": ["data"], "snapshots": ["v1"]}),
         ("volume", {"name": ["copy"], "state": "absent"}),
@@ -228,56 +269,62 @@ def test_clones_that_the_run_makes_and_removes_itself_are_known(gateway: MemoryG
     entries = make_plan(gateway, *tasks)
     state = new_state()
     for task in [*tasks[:2], *reversed(tasks[2:5]), *tasks[5:]]:
-        result = apply(client, task, *entries, state=state)
+        result = apply_task(client, task, *entries, state=state)
         assert result["changed"], result
 
 
-CREATE_FROM_EXTRA = ("sandbox", {"name": ["new"], "template": "extra"})
-REMOVE_EXTRA = ("template", {"name": ["extra"], "state": "absent"})
-PREWARM_EXTRA = ("template", {"name": ["extra"], "prewarm": 2})
+CREATE_FROM_EXTRA_TASK = ("sandbox", {"name": ["new"], "template": "extra"})
+REMOVE_EXTRA_TASK = ("template", {"name": ["extra"], "state": "absent"})
+PREWARM_EXTRA_TASK = ("template", {"name": ["extra"], "prewarm": 2})
 
 
-@pytest.mark.parametrize("task", [CREATE_FROM_EXTRA, REMOVE_EXTRA, PREWARM_EXTRA])
+@pytest.mark.parametrize("task", [CREATE_FROM_EXTRA_TASK, REMOVE_EXTRA_TASK, PREWARM_EXTRA_TASK])
 @pytest.mark.parametrize(
-    ("drift", "message"),
+    ("make_drift", "message"),
     [
-        (act("template", name=["extra"], state="absent"), "template 'extra' has been removed"),
-        (act("template", name=["extra"], packages=["curl"]), "template 'extra' has been replaced by another one"),
-        (act("template", name=["extra"], prewarm=1), "template 'extra' has changed"),
+        (make_action("template", name=["extra"], state="absent"), "template 'extra' has been removed"),
+        (
+            make_action("template", name=["extra"], packages=["curl"]),
+            "template 'extra' has been replaced by another one",
+        ),
+        (make_action("template", name=["extra"], prewarm=1), "template 'extra' has changed"),
     ],
 )
 def test_nothing_is_done_with_a_template_that_others_changed(
-    gateway: MemoryGateway, client: Client, task: Task, drift: Callable[[Client], Any], message: str
+    gateway: MemoryGateway, client: Client, task: Task, make_drift: Callable[[Client], Any], message: str
 ) -> None:
     gateway.build_template("extra")
-    test_nothing_is_done_after_a_change_by_others(gateway, client, task, drift, message)
+    test_nothing_is_done_after_a_change_by_others(gateway, client, task, make_drift, message)
 
 
 @pytest.mark.parametrize(
-    ("tasks", "drift"),
+    ("tasks", "make_drift"),
     [
-        ([CAPTURE, REMOVE], act("snapshot", name=["new"], sandbox=["web"])),
-        ([ROLL_BACK, REMOVE], act("rollback", sandbox=["web"], snapshot="golden", unless_clean=False)),
+        ([CAPTURE_TASK, REMOVE_TASK], make_action("snapshot", name=["new"], sandbox=["web"])),
+        (
+            [ROLL_BACK_TASK, REMOVE_TASK],
+            make_action("rollback", sandbox=["web"], snapshot="golden", unless_clean=False),
+        ),
         (
             [
                 ("volume", {"name": ["data"], "snapshots": ["keep"]}),
                 ("volume", {"name": ["data"], "state": "absent", "purge": True}),
             ],
-            act("volume", name=["data"], snapshots=["keep"]),
+            make_action("volume", name=["data"], snapshots=["keep"]),
         ),
         (
             [("sandbox", {"name": ["web"], "state": "running"}), ("sandbox", {"name": ["other"], "state": "paused"})],
-            act("sandbox", name=["web"], metadata={"a": "b"}),
+            make_action("sandbox", name=["web"], metadata={"a": "b"}),
         ),
     ],
 )
 def test_a_change_that_others_made_instead_of_the_run_stops_it(
-    gateway: MemoryGateway, client: Client, tasks: list[Task], drift: Callable[[Client], Any]
+    gateway: MemoryGateway, client: Client, tasks: list[Task], make_drift: Callable[[Client], Any]
 ) -> None:
     entries = make_plan(gateway, *tasks)
-    drift(client)
+    make_drift(client)
     before = read_state(client)
-    result = apply(client, tasks[0], *entries)
+    result = apply_task(client, tasks[0], *entries)
     assert result["failed"] and result["failure"]["kind"] == "not_planned", result
     assert read_state(client) == before
 
@@ -289,10 +336,10 @@ def test_an_item_of_a_loop_that_needs_no_change_does_not_hide_others(gateway: Me
     assert [bool(entry["actions"]) for entry in entries] == [False, True]
     run_task(client, *items[1])
     state = new_state()
-    assert not apply(client, items[0], *entries, state=state).get("failed")
+    assert not apply_task(client, items[0], *entries, state=state).get("failed")
     assert state["used"] == [0]
-    assert "sandbox 'web' has changed" in apply(client, items[1], *entries, state=state)["msg"]
-    assert not apply(client, items[0], *entries, state=state).get("failed"), "a repeated item has no entry left"
+    assert "sandbox 'web' has changed" in apply_task(client, items[1], *entries, state=state)["msg"]
+    assert not apply_task(client, items[0], *entries, state=state).get("failed"), "a repeated item has no entry left"
 
 
 def test_hosts_change_one_sandbox_in_any_order(gateway: MemoryGateway, client: Client) -> None:
@@ -302,45 +349,43 @@ def test_hosts_change_one_sandbox_in_any_order(gateway: MemoryGateway, client: C
     entries = make_plan(gateway, *tasks)
     state = new_state()
     for task in [*reversed(tasks[:9]), *tasks[9:]]:
-        result = apply(client, task, *entries, state=state)
+        result = apply_task(client, task, *entries, state=state)
         assert result["changed"], result
 
 
 def test_a_run_that_the_gateway_has_forgotten_needs_a_new_plan(gateway: MemoryGateway, client: Client) -> None:
-    entries = make_plan(gateway, UPDATE, GROW)
+    entries = make_plan(gateway, UPDATE_TASK, GROW_TASK)
     state = new_state()
-    assert apply(client, UPDATE, *entries, state=state)["changed"]
+    assert apply_task(client, UPDATE_TASK, *entries, state=state)["changed"]
     (run,) = client.get("/applied-runs")
-    other_state = {
-        **state,
-        "opened_at": {f"{run['gatewayID']}/{run['runID']}": "2020-01-01T00:00:00Z"},
-    }  # as after a restart
-    result = apply(client, GROW, *entries, state=other_state)
+    # After a restart, a gateway reports a later time.
+    other_state = {**state, "opened_at": {f"{run['gatewayID']}/{run['runID']}": "2020-01-01T00:00:00Z"}}
+    result = apply_task(client, GROW_TASK, *entries, state=other_state)
     assert "the gateway was restarted during this run" in result["msg"] and "new plan" in result["msg"]
     client.delete(f"/applied-runs/{run['runID']}")
-    result = apply(client, GROW, *entries, state=state)
+    result = apply_task(client, GROW_TASK, *entries, state=state)
     assert "the gateway has discarded this run" in result["msg"] and "make a new plan" in result["msg"], result
 
 
 def test_a_gateway_that_is_too_old_applies_no_plan(
     gateway: MemoryGateway, client: Client, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    (entry,) = make_plan(gateway, UPDATE)
-    old_path = client.call
+    (entry,) = make_plan(gateway, UPDATE_TASK)
+    original_call = client.call
 
     def call(self: Client, method: str, path: str, **options: Any) -> Any:
-        return old_path(method, path.replace("/applied-runs", "/unknown-route"), **options)
+        return original_call(method, path.replace("/applied-runs", "/unknown-route"), **options)
 
     before = read_state(client)
     monkeypatch.setattr(Client, "call", call)
-    result = apply(client, UPDATE, entry)
+    result = apply_task(client, UPDATE_TASK, entry)
     monkeypatch.undo()
     assert "is too old to apply plans: upgrade it" in result["msg"] and "0.1.0" not in result["msg"], result
     assert result["failure"]["kind"] == "too_old", result
     assert read_state(client) == before
 
 
-@pytest.mark.parametrize("task", [CAPTURE, FORK, UPDATE, REMOVE, ROLL_BACK, GROW])
+@pytest.mark.parametrize("task", [CAPTURE_TASK, FORK_TASK, UPDATE_TASK, REMOVE_TASK, ROLL_BACK_TASK, GROW_TASK])
 def test_an_object_that_was_replaced_is_not_changed(gateway: MemoryGateway, client: Client, task: Task) -> None:
     """Another object with the same name and the same number of changes is not the planned one."""
     (entry,) = make_plan(gateway, task)
@@ -353,7 +398,7 @@ def test_an_object_that_was_replaced_is_not_changed(gateway: MemoryGateway, clie
     ):
         run_task(client, kind, params)
     before = read_state(client)
-    result = apply(client, task, entry)
+    result = apply_task(client, task, entry)
     assert "has been replaced by another one" in result["msg"], result
     assert read_state(client) == before
 
@@ -366,39 +411,39 @@ def test_an_object_that_was_replaced_is_not_changed(gateway: MemoryGateway, clie
         ("fork", {"snapshot": "golden", "count": 2, "name_prefix": "try", "paused": True}),
         ("fork", {"sandbox": "web", "count": 2, "name_prefix": "try"}),
         ("fork", {"snapshot": "golden", "names": ["fork-1"], "state": "absent"}),
-        UPDATE,
+        UPDATE_TASK,
     ],
 )
 def test_actions_other_than_the_planned_ones_are_refused(
     gateway: MemoryGateway, client: Client, other_task: Task
 ) -> None:
-    (entry,) = make_plan(gateway, FORK)
+    (entry,) = make_plan(gateway, FORK_TASK)
     before = read_state(client)
-    result = apply(client, other_task, entry)
+    result = apply_task(client, other_task, entry)
     assert result["failure"]["kind"] == "not_planned" and "Make a new plan" in result["msg"], result
     assert read_state(client) == before
 
 
 def test_an_action_outside_the_plan_is_refused(gateway: MemoryGateway, client: Client) -> None:
     before = read_state(client)
-    result = apply(client, UPDATE)
+    result = apply_task(client, UPDATE_TASK)
     assert "does not contain this task's changes (update)" in result["msg"]
-    (entry,) = make_plan(gateway, UPDATE)
-    result = apply(client, UPDATE, {**entry, "gateway": "0" * 16})
+    (entry,) = make_plan(gateway, UPDATE_TASK)
+    result = apply_task(client, UPDATE_TASK, {**entry, "gateway": "0" * 16})
     assert "another gateway" in result["msg"]
     assert read_state(client) == before
     unnecessary_task = ("sandbox", {"name": ["web"], "state": "running"})
-    assert apply(client, unnecessary_task)["changed"] is False, "a task without changes needs no plan"
+    assert apply_task(client, unnecessary_task)["changed"] is False, "a task without changes needs no plan"
 
 
 def test_secrets_are_compared_but_not_stored(gateway: MemoryGateway, client: Client) -> None:
-    def create(secret: str) -> Task:
+    def make_task(secret: str) -> Task:
         return ("sandbox", {"name": ["safe"], "template": "base", "env": {"TOKEN": secret}})
 
-    (entry,) = make_plan(gateway, create("correct-horse"))
+    (entry,) = make_plan(gateway, make_task("correct-horse"))
     assert "correct-horse" not in json.dumps(entry)
-    assert "secrets" in apply(client, create("battery-staple"), entry)["msg"]
-    assert apply(client, create("correct-horse"), entry)["changed"]
+    assert "secrets" in apply_task(client, make_task("battery-staple"), entry)["msg"]
+    assert apply_task(client, make_task("correct-horse"), entry)["changed"]
 
 
 def test_equal_secrets_are_hashed_once(gateway: MemoryGateway, client: Client, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -411,11 +456,11 @@ def test_equal_secrets_are_hashed_once(gateway: MemoryGateway, client: Client, m
 
     monkeypatch.setattr(hashlib, "pbkdf2_hmac", count_hash)
     secret = f"unique-{uuid.uuid4()}"
-    create = ("sandbox", {"name": ["one", "two", "three"], "template": "base", "env": {"TOKEN": secret}})
-    second_create = ("sandbox", {"name": ["four"], "template": "base", "env": {"TOKEN": secret}})
-    entries = make_plan(gateway, create, second_create)
+    first_task = ("sandbox", {"name": ["one", "two", "three"], "template": "base", "env": {"TOKEN": secret}})
+    second_task = ("sandbox", {"name": ["four"], "template": "base", "env": {"TOKEN": secret}})
+    entries = make_plan(gateway, first_task, second_task)
     assert len(hashed_texts) == 1 and secret.encode() in hashed_texts[0]
-    assert apply(client, create, *entries)["changed"]
+    assert apply_task(client, first_task, *entries)["changed"]
     assert len(hashed_texts) == 1
 
 
@@ -424,68 +469,68 @@ def test_only_the_environment_is_a_secret(
 ) -> None:
     monkeypatch.delattr(hashlib, "pbkdf2_hmac")
     metadata = {"env": "prod", "envVars": "none"}
-    create = ("sandbox", {"name": ["box"], "template": "base", "metadata": metadata})
-    (entry,) = make_plan(gateway, create)
+    create_task = ("sandbox", {"name": ["box"], "template": "base", "metadata": metadata})
+    (entry,) = make_plan(gateway, create_task)
     assert entry["actions"][0]["request"]["body"]["metadata"] == metadata
-    assert apply(client, create, entry)["changed"]
+    assert apply_task(client, create_task, entry)["changed"]
     update = ("sandbox", {"name": ["box"], "metadata": {"env": "test"}})
     (entry,) = make_plan(gateway, update)
     assert entry["actions"][0]["request"]["body"] == {"metadata": {"env": "test"}}
-    assert apply(client, update, entry)["changed"]
+    assert apply_task(client, update, entry)["changed"]
 
 
 def test_planned_ids_stand_for_the_ids_of_the_run(gateway: MemoryGateway, client: Client) -> None:
-    create = ("sandbox", {"name": ["box"], "template": "base"})
-    remove = ("sandbox", {"name": ["box"], "state": "absent"})
-    entries = make_plan(gateway, create, remove)
+    create_task = ("sandbox", {"name": ["box"], "template": "base"})
+    remove_task = ("sandbox", {"name": ["box"], "state": "absent"})
+    entries = make_plan(gateway, create_task, remove_task)
     state = new_state()
-    result = apply(client, create, *entries, state=state)
+    result = apply_task(client, create_task, *entries, state=state)
     gateway_id, planned_id = entries[0]["gateway"], entries[0]["created"]["box"]
     assert state["bindings"][gateway_id][planned_id] == result["sandbox"]["id"]
-    stranger = {**new_state(), "used": [0], "bindings": {gateway_id: {planned_id: "0123456789ab"}}}
-    assert "replaced by another one" in apply(client, remove, *entries, state=stranger)["msg"]
-    assert apply(client, remove, *entries, state=state)["changed"]
+    state_of_other_object = {**new_state(), "used": [0], "bindings": {gateway_id: {planned_id: "0123456789ab"}}}
+    assert "replaced by another one" in apply_task(client, remove_task, *entries, state=state_of_other_object)["msg"]
+    assert apply_task(client, remove_task, *entries, state=state)["changed"]
 
 
 @pytest.mark.parametrize(
-    ("create", "remove"),
+    ("create_task", "remove_task"),
     [
         (("sandbox", {"name": ["box"], "template": "base"}), ("sandbox", {"name": ["box"], "state": "absent"})),
         (("volume", {"name": ["box"], "size_mb": 64}), ("volume", {"name": ["box"], "state": "absent"})),
     ],
 )
 def test_an_object_that_others_created_instead_of_the_run_is_kept(
-    gateway: MemoryGateway, client: Client, create: Task, remove: Task
+    gateway: MemoryGateway, client: Client, create_task: Task, remove_task: Task
 ) -> None:
-    entries = make_plan(gateway, create, remove)
-    run_task(client, *create)
+    entries = make_plan(gateway, create_task, remove_task)
+    run_task(client, *create_task)
     before = read_state(client)
     state = new_state()
-    assert "did not exist when the plan was made" in apply(client, create, entries[0], state=state)["msg"]
-    remaining = {**state, "used": [0]}
-    assert "replaced by another one" in apply(client, remove, *entries, state=remaining)["msg"]
+    assert "did not exist when the plan was made" in apply_task(client, create_task, entries[0], state=state)["msg"]
+    remaining_state = {**state, "used": [0]}
+    assert "replaced by another one" in apply_task(client, remove_task, *entries, state=remaining_state)["msg"]
     assert read_state(client) == before
 
 
 def test_values_of_users_are_compared_regardless_of_their_keys(gateway: MemoryGateway, client: Client) -> None:
-    def create(value: str, timeout: int) -> Task:
+    def make_task(value: str, timeout: int) -> Task:
         metadata = {"address": value, "end": value, "serial": "000000001234"}
         return ("sandbox", {"name": ["box"], "template": "base", "metadata": metadata, "timeout": timeout})
 
-    (entry,) = make_plan(gateway, create("one", 5))
-    assert "in the plan" in apply(client, create("two", 5), entry)["msg"]
-    assert "in the plan" in apply(client, create("one", -1), entry)["msg"]
-    result = apply(client, create("one", 5), entry)
+    (entry,) = make_plan(gateway, make_task("one", 5))
+    assert "in the plan" in apply_task(client, make_task("two", 5), entry)["msg"]
+    assert "in the plan" in apply_task(client, make_task("one", -1), entry)["msg"]
+    result = apply_task(client, make_task("one", 5), entry)
     assert result["changed"], result
 
 
 def test_objects_are_compared_regardless_of_how_they_are_named(gateway: MemoryGateway, client: Client) -> None:
     ids = [client.get(f"/sandboxes/{name}")["sandboxID"] for name in ("web", "other")]
-    remove = ("sandbox", {"name": ids, "state": "absent"})
-    (entry,) = make_plan(gateway, remove)
+    remove_task = ("sandbox", {"name": ids, "state": "absent"})
+    (entry,) = make_plan(gateway, remove_task)
     client.patch("/sandboxes/web", {"metadata": {"keep": "me"}})
     before = read_state(client)
-    assert "has changed" in apply(client, remove, entry)["msg"]
+    assert "has changed" in apply_task(client, remove_task, entry)["msg"]
     assert read_state(client) == before
 
 
@@ -501,16 +546,16 @@ def test_mounted_volumes_are_compared(gateway: MemoryGateway, client: Client, ta
     client.delete("/volumes/data", withSnapshots=True)
     client.post("/volumes", {"name": "data", "sizeMB": 128})
     before = read_state(client)
-    assert "volume 'data' has been replaced" in apply(client, task, entry)["msg"]
+    assert "volume 'data' has been replaced" in apply_task(client, task, entry)["msg"]
     assert read_state(client) == before
 
 
 def test_snapshots_of_a_volume_are_compared(gateway: MemoryGateway, client: Client) -> None:
-    remove = ("volume", {"name": ["data"], "state": "absent", "purge": True})
-    (entry,) = make_plan(gateway, remove)
+    remove_task = ("volume", {"name": ["data"], "state": "absent", "purge": True})
+    (entry,) = make_plan(gateway, remove_task)
     client.post("/volumes/data/snapshots", {"name": "precious"})
     before = read_state(client)
-    assert "the snapshots of volume 'data' have changed" in apply(client, remove, entry)["msg"]
+    assert "the snapshots of volume 'data' have changed" in apply_task(client, remove_task, entry)["msg"]
     assert read_state(client) == before
 
 
@@ -525,7 +570,7 @@ def test_snapshots_of_a_volume_that_the_run_itself_creates_are_known(gateway: Me
     entries = make_plan(gateway, *tasks)
     state = new_state()
     for task in tasks:
-        result = apply(client, task, *entries, state=state)
+        result = apply_task(client, task, *entries, state=state)
         assert result["changed"], result
 
 
@@ -533,11 +578,11 @@ def test_a_rollback_to_a_snapshot_whose_volume_is_gone_is_refused(gateway: Memor
     run_task(client, "sandbox", {"name": ["web"], "volumes": [{"name": "data", "path": "/srv/data"}]})
     run_task(client, "snapshot", {"name": ["mounted"], "sandbox": ["web"]})
     run_task(client, "sandbox", {"name": ["web"], "volumes": []})
-    roll_back = ("rollback", {"sandbox": ["web"], "snapshot": "mounted", "unless_clean": False})
-    (entry,) = make_plan(gateway, roll_back)
+    roll_back_task = ("rollback", {"sandbox": ["web"], "snapshot": "mounted", "unless_clean": False})
+    (entry,) = make_plan(gateway, roll_back_task)
     client.delete("/volumes/data", withSnapshots=True)
     before = read_state(client)
-    assert "volume 'data' has been removed" in apply(client, roll_back, entry)["msg"]
+    assert "volume 'data' has been removed" in apply_task(client, roll_back_task, entry)["msg"]
     assert read_state(client) == before
 
 
@@ -550,7 +595,7 @@ def test_hosts_of_one_run_share_a_template_and_a_snapshot(gateway: MemoryGateway
     run_task(client, "sandbox", {"name": ["stranger"], "template": "base"})
     state = new_state()
     for task in reversed(tasks):
-        result = apply(client, task, *entries, state=state)
+        result = apply_task(client, task, *entries, state=state)
         assert result["changed"], result
 
 
@@ -563,23 +608,23 @@ def test_a_rollback_that_proves_unnecessary_is_skipped(gateway: MemoryGateway, c
     ]
     entries = make_plan(gateway, *tasks)
     entries[2]["actions"] = (
-        make_plan(gateway, ROLL_BACK)[0]["actions"] if not entries[2]["actions"] else entries[2]["actions"]
+        make_plan(gateway, ROLL_BACK_TASK)[0]["actions"] if not entries[2]["actions"] else entries[2]["actions"]
     )
     state = new_state()
-    results = [apply(client, task, *entries, state=state) for task in tasks]
+    results = [apply_task(client, task, *entries, state=state) for task in tasks]
     assert [result.get("failed") for result in results] == [None] * 4, results
     assert results[3]["changed"]
 
 
 def test_names_that_contain_a_secret_are_not_masked_in_the_plan(gateway: MemoryGateway, client: Client) -> None:
-    create = ("sandbox", {"name": ["production-db"], "template": "base", "env": {"STAGE": "production"}})
-    (entry,) = make_plan(gateway, create)
+    create_task = ("sandbox", {"name": ["production-db"], "template": "base", "env": {"STAGE": "production"}})
+    (entry,) = make_plan(gateway, create_task)
     assert entry["created"].keys() == {"production-db"}
-    assert apply(client, create, entry)["changed"]
+    assert apply_task(client, create_task, entry)["changed"]
 
 
 def test_a_changed_entry_does_not_match(gateway: MemoryGateway, client: Client) -> None:
-    (entry,) = make_plan(gateway, FORK)
+    (entry,) = make_plan(gateway, FORK_TASK)
     for path, value in (
         (("actions", 0, "verb"), "clone"),
         (("actions", 0, "request", "body", "names", 0), "try-9"),
@@ -593,21 +638,21 @@ def test_a_changed_entry_does_not_match(gateway: MemoryGateway, client: Client) 
             item = item[step]
         assert item[last] != value
         item[last] = value
-        assert apply(client, FORK, changed_entry)["failure"]["kind"] == "not_planned", path
-    assert apply(client, FORK, entry)["changed"]
+        assert apply_task(client, FORK_TASK, changed_entry)["failure"]["kind"] == "not_planned", path
+    assert apply_task(client, FORK_TASK, entry)["changed"]
 
 
 def test_a_volume_of_the_run_that_others_replaced_is_not_changed(gateway: MemoryGateway, client: Client) -> None:
     tasks = [("volume", {"name": ["cache"], "size_mb": size_mb}) for size_mb in (64, 128)]
     entries = make_plan(gateway, *tasks)
     state = new_state()
-    assert apply(client, tasks[0], *entries, state=state)["changed"]
+    assert apply_task(client, tasks[0], *entries, state=state)["changed"]
     replaced_state = copy.deepcopy(state)
-    assert apply(client, tasks[1], *entries, state=state)["changed"]
+    assert apply_task(client, tasks[1], *entries, state=state)["changed"]
     client.delete("/volumes/cache")
     client.post("/volumes", {"name": "cache", "sizeMB": 64})
     before = read_state(client)
-    result = apply(client, tasks[1], *entries, state=replaced_state)
+    result = apply_task(client, tasks[1], *entries, state=replaced_state)
     assert "volume 'cache' has been replaced by another one" in result["msg"], result
     assert read_state(client) == before
 
@@ -630,13 +675,13 @@ def test_a_snapshot_of_a_volume_that_others_replaced_is_not_used(
     state = new_state()
     if drift == "made before the run":
         client.post("/volumes/data/snapshots", {"name": "v1"})
-    assert apply(client, VOLUME_SNAPSHOT, *entries, state=state)["changed"] is (drift != "made before the run")
+    assert apply_task(client, VOLUME_SNAPSHOT, *entries, state=state)["changed"] is (drift != "made before the run")
     if drift in ("removed", "recreated"):
         client.delete("/volumes/data/snapshots/v1")
     if drift == "recreated":
         client.post("/volumes/data/snapshots", {"name": "v1"})
     before = read_state(client)
-    result = apply(client, task, *entries, state=state)
+    result = apply_task(client, task, *entries, state=state)
     if drift == "none":
         assert result["changed"], result
     else:
@@ -644,22 +689,22 @@ def test_a_snapshot_of_a_volume_that_others_replaced_is_not_used(
         assert read_state(client) == before
 
 
-def test_a_snapshot_of_a_volume_that_another_host_is_making_is_no_obstacle(
+def test_a_snapshot_of_a_volume_that_another_host_is_making_does_not_stop_a_task(
     gateway: MemoryGateway, client: Client
 ) -> None:
     """The other host's task has taken the snapshot, but has not ended yet, so the run does not know the id."""
     tasks = [("volume", {"name": ["data"], "snapshots": [f"of-{host}"]}) for host in "ab"]
     entries = make_plan(gateway, *tasks)
     state = new_state()
-    assert apply(client, tasks[0], *entries, state=copy.deepcopy(state))["changed"]
-    result = apply(client, tasks[1], *entries, state=state)
+    assert apply_task(client, tasks[0], *entries, state=copy.deepcopy(state))["changed"]
+    result = apply_task(client, tasks[1], *entries, state=state)
     assert result["changed"], result
 
 
-@pytest.mark.parametrize("diverged", [["web"], ["other"], ["web", "other"], []])
+@pytest.mark.parametrize("diverged_names", [["web"], ["other"], ["web", "other"], []])
 @pytest.mark.parametrize("kind", ["rollback", "snapshot"])
 def test_only_the_sandboxes_that_have_diverged_are_rolled_back_or_captured(
-    gateway: MemoryGateway, client: Client, kind: str, diverged: list[str], monkeypatch: pytest.MonkeyPatch
+    gateway: MemoryGateway, client: Client, kind: str, diverged_names: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     names = ["web", "other"]
     run_task(client, "rollback", {"sandbox": ["other"], "snapshot": "golden", "unless_clean": False})
@@ -672,26 +717,26 @@ def test_only_the_sandboxes_that_have_diverged_are_rolled_back_or_captured(
     def get(self: Client, path: str, **query: Any) -> Any:
         data = original_get(self, path, **query)
         if path in ("/sandboxes/web", "/sandboxes/other"):
-            data["diverged"] = None if self.is_planning else data["name"] in diverged
+            data["diverged"] = None if self.is_planning else data["name"] in diverged_names
         return data
 
     monkeypatch.setattr(Client, "get", get)
     (entry,) = make_plan(gateway, task)
     assert len(entry["actions"]) == 2, entry
-    result = apply(client, task, entry)
+    result = apply_task(client, task, entry)
     monkeypatch.undo()
     assert not result.get("failed"), result
     changed_names = [outcome["name"] for outcome in result["outcomes"] if outcome["changed"]]
-    assert changed_names == [name if kind == "rollback" else f"new-{name}" for name in names if name in diverged]
+    assert changed_names == [name if kind == "rollback" else f"new-{name}" for name in names if name in diverged_names]
 
 
-UNLESS_CLEAN = ("rollback", {"sandbox": ["web"], "snapshot": "golden", "backup_name": ["backup"]})
-WHEN_CHANGED = ("snapshot", {"name": ["new"], "sandbox": ["web"], "when_changed": True})
+ROLL_BACK_UNLESS_CLEAN_TASK = ("rollback", {"sandbox": ["web"], "snapshot": "golden", "backup_name": ["backup"]})
+CAPTURE_WHEN_CHANGED_TASK = ("snapshot", {"name": ["new"], "sandbox": ["web"], "when_changed": True})
 
 
 @pytest.mark.parametrize("guest_writes", [False, True])
-@pytest.mark.parametrize("task", [UNLESS_CLEAN, WHEN_CHANGED])
-def test_a_plan_allows_what_a_sandbox_needs_that_has_diverged_by_then(
+@pytest.mark.parametrize("task", [ROLL_BACK_UNLESS_CLEAN_TASK, CAPTURE_WHEN_CHANGED_TASK])
+def test_a_plan_allows_the_actions_that_a_sandbox_needs_if_it_has_diverged_by_then(
     gateway: MemoryGateway, client: Client, task: Task, guest_writes: bool
 ) -> None:
     """The disk does not show what the guest has in its cache, or writes before the run."""
@@ -710,14 +755,14 @@ def test_a_plan_allows_what_a_sandbox_needs_that_has_diverged_by_then(
     assert "only if sandbox web has diverged by then, which its disk does not show" in entry["unknown"], entry
     if guest_writes:
         gateway.machine("web").state["k"] = "v"
-    result = apply(client, task, entry)
+    result = apply_task(client, task, entry)
     assert not result.get("failed") and result["changed"] is guest_writes, result
 
 
 def test_a_refusal_that_depends_on_an_unexpected_change_is_not_predicted(
     gateway: MemoryGateway, client: Client
 ) -> None:
-    (entry,) = make_plan(gateway, ("rollback", {**UNLESS_CLEAN[1], "backup_name": ["idle"]}))
+    (entry,) = make_plan(gateway, ("rollback", {**ROLL_BACK_UNLESS_CLEAN_TASK[1], "backup_name": ["idle"]}))
     assert entry["failure"] is None and entry["actions"] == [], entry
     assert entry["unknown"] == ["only if sandbox web has diverged by then, which its disk does not show"]
 
@@ -731,12 +776,12 @@ def test_a_rollback_that_depends_on_the_guest_does_not_stop_later_tasks(tmp_path
         gateway.build_template("base")
         run_task(client, "sandbox", {"name": ["web", "other"], "template": "base"})
         run_task(client, "snapshot", {"name": ["golden"], "sandbox": ["web"]})
-        tasks = [("rollback", {"sandbox": ["web"], "snapshot": "golden"}), FORK]
+        tasks = [("rollback", {"sandbox": ["web"], "snapshot": "golden"}), FORK_TASK]
         entries = make_plan(gateway, *tasks)
         if guest_writes:
             gateway.machine("web").state["k"] = "v"
         state = new_state()
-        results = [apply(client, task, *entries, state=state) for task in tasks]
+        results = [apply_task(client, task, *entries, state=state) for task in tasks]
         assert [result["changed"] for result in results] == [guest_writes, True], results
     finally:
         client.close()

@@ -17,7 +17,7 @@ from ansible_collections.grove.sandbox.plugins.plugin_utils import _stream
 
 
 @pytest.mark.parametrize(
-    ("end", "code"),
+    ("end_event", "code"),
     [
         ({"exitCode": 0, "exited": True}, 0),
         ({"exited": True}, 0),
@@ -29,8 +29,8 @@ from ansible_collections.grove.sandbox.plugins.plugin_utils import _stream
         ({"exitCode": -1, "exited": False}, 255),
     ],
 )
-def test_exit_codes_are_those_of_a_shell(end: dict[str, Any], code: int) -> None:
-    assert _stream._exit_code(end) == code
+def test_exit_codes_are_those_of_a_shell(end_event: dict[str, Any], code: int) -> None:
+    assert _stream._exit_code(end_event) == code
 
 
 @pytest.mark.parametrize("path", ["/a b", "/q'\"&=?#%41+;", "/grün/日本", "/line\nbreak", "/not-utf8-\udcff"])
@@ -168,7 +168,7 @@ def test_the_user_and_the_key_are_sent_as_headers() -> None:
     assert "X-API-Key" not in _stream.Channel("web", url="unix:///x")._headers
 
 
-class FakeBecome:
+class FakeBecomePlugin:
     """A fake become plugin, with the methods that the connection uses."""
 
     success = "BECOME-SUCCESS-x"
@@ -201,7 +201,7 @@ class RecordedProcess:
 @pytest.mark.parametrize("late_output", [b"", b"\n", b"\nerr\n"])
 def test_the_password_is_sent_once_and_the_prompt_is_removed(late_output: bytes) -> None:
     """sudo's prompt on one stream may arrive after the command's output on the other stream."""
-    escalation, process = _Escalation(FakeBecome(), "web", 60), RecordedProcess()
+    escalation, process = _Escalation(FakeBecomePlugin(), "web", 60), RecordedProcess()
     any_process: Any = process
     out, err = bytearray(), bytearray()
     assert escalation.is_waiting and escalation.handle_output(any_process, out, err)

@@ -8,8 +8,13 @@ import pytest
 
 from tests.collection.plan_comparison import Counts, PlanComparison
 
-OPENED_AT, EARLIER, LATER = "2026-01-02T00:00:00Z", "2026-01-01T00:00:00Z", "2026-01-02T00:00:01Z"
-PLANNED, OTHER_PLANNED, REAL, OTHER_REAL = "known-after-apply-0001", "known-after-apply-0002", "a" * 12, "b" * 12
+OPENED_AT, EARLIER_TIME, LATER_TIME = "2026-01-02T00:00:00Z", "2026-01-01T00:00:00Z", "2026-01-02T00:00:01Z"
+PLANNED_ID, OTHER_PLANNED_ID, REAL_ID, OTHER_REAL_ID = (
+    "known-after-apply-0001",
+    "known-after-apply-0002",
+    "a" * 12,
+    "b" * 12,
+)
 
 
 def make_result(**fields: Any) -> dict[str, Any]:
@@ -22,33 +27,33 @@ def comparison() -> PlanComparison:
 
 
 @pytest.mark.parametrize(
-    ("planned", "actual"),
+    ("planned_fields", "actual_fields"),
     [
-        ({"id": PLANNED, "parent": PLANNED}, {"id": REAL, "parent": REAL}),
-        ({"message": f"sandbox {PLANNED} is in use"}, {"message": f"sandbox {REAL} is in use"}),
-        ({PLANNED: 1}, {REAL: 1}),
-        ({"id": REAL}, {"id": REAL}),
-        ({"address": None, "started_at": None}, {"address": "10.0.0.1", "started_at": LATER}),
+        ({"id": PLANNED_ID, "parent": PLANNED_ID}, {"id": REAL_ID, "parent": REAL_ID}),
+        ({"message": f"sandbox {PLANNED_ID} is in use"}, {"message": f"sandbox {REAL_ID} is in use"}),
+        ({PLANNED_ID: 1}, {REAL_ID: 1}),
+        ({"id": REAL_ID}, {"id": REAL_ID}),
+        ({"address": None, "started_at": None}, {"address": "10.0.0.1", "started_at": LATER_TIME}),
         ({"state": "running", "diverged": None}, {"state": "running", "diverged": True}),
         ({"timeout": 3600}, {"timeout": 3599}),
     ],
 )
 def test_equal_and_unknown_values_are_accepted(
-    comparison: PlanComparison, planned: dict[str, Any], actual: dict[str, Any]
+    comparison: PlanComparison, planned_fields: dict[str, Any], actual_fields: dict[str, Any]
 ) -> None:
-    comparison.check_result(make_result(**planned), make_result(**actual), "task")
+    comparison.check_result(make_result(**planned_fields), make_result(**actual_fields), "task")
 
 
 @pytest.mark.parametrize(
-    ("planned", "actual"),
+    ("planned_fields", "actual_fields"),
     [
-        ({"id": PLANNED, "parent": PLANNED}, {"id": REAL, "parent": OTHER_REAL}),
-        ({"id": PLANNED, "parent": OTHER_PLANNED}, {"id": REAL, "parent": REAL}),
-        ({"id": REAL, "parent": PLANNED}, {"id": REAL, "parent": REAL}),
-        ({"id": PLANNED}, {"id": ""}),
-        ({"message": f"sandbox {PLANNED} is in use"}, {"message": f"sandbox {REAL} is gone"}),
-        ({PLANNED: 1, "id": PLANNED}, {REAL: 1, "id": OTHER_REAL}),
-        ({"id": REAL}, {"id": OTHER_REAL}),
+        ({"id": PLANNED_ID, "parent": PLANNED_ID}, {"id": REAL_ID, "parent": OTHER_REAL_ID}),
+        ({"id": PLANNED_ID, "parent": OTHER_PLANNED_ID}, {"id": REAL_ID, "parent": REAL_ID}),
+        ({"id": REAL_ID, "parent": PLANNED_ID}, {"id": REAL_ID, "parent": REAL_ID}),
+        ({"id": PLANNED_ID}, {"id": ""}),
+        ({"message": f"sandbox {PLANNED_ID} is in use"}, {"message": f"sandbox {REAL_ID} is gone"}),
+        ({PLANNED_ID: 1, "id": PLANNED_ID}, {REAL_ID: 1, "id": OTHER_REAL_ID}),
+        ({"id": REAL_ID}, {"id": OTHER_REAL_ID}),
         ({"name": None}, {"name": "box"}),
         ({"cpus": 1}, {"cpus": 2}),
         ({"cpus": 1}, {}),
@@ -56,31 +61,35 @@ def test_equal_and_unknown_values_are_accepted(
         ({"used_mb": 1}, {"used_mb": 2}),
         ({"state": "paused", "diverged": None}, {"state": "paused", "diverged": True}),
         ({"state": "running", "diverged": False}, {"state": "running", "diverged": True}),
-        ({"started_at": EARLIER}, {"started_at": LATER}),
+        ({"started_at": EARLIER_TIME}, {"started_at": LATER_TIME}),
         ({"timeout": 3600}, {"timeout": 7200}),
     ],
 )
-def test_differences_are_found(comparison: PlanComparison, planned: dict[str, Any], actual: dict[str, Any]) -> None:
+def test_differences_are_found(
+    comparison: PlanComparison, planned_fields: dict[str, Any], actual_fields: dict[str, Any]
+) -> None:
     with pytest.raises(AssertionError):
-        comparison.check_result(make_result(**planned), make_result(**actual), "task")
+        comparison.check_result(make_result(**planned_fields), make_result(**actual_fields), "task")
 
 
 def test_all_checks_of_a_play_use_the_same_ids(comparison: PlanComparison, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("tests.collection.plan_comparison._SETTLE_TIMEOUT_SECONDS", 0)
-    comparison.check_result(make_result(id=PLANNED), make_result(id=REAL), "task")
-    comparison.check_state(lambda: make_state(PLANNED, "full"), lambda: make_state(REAL, "incremental"))
-    for actual in (make_state(OTHER_REAL, "full"), make_state(REAL, "none"), {"snapshots": []}):
+    comparison.check_result(make_result(id=PLANNED_ID), make_result(id=REAL_ID), "task")
+    comparison.check_state(lambda: make_state(PLANNED_ID, "full"), lambda: make_state(REAL_ID, "incremental"))
+    for actual_state in (make_state(OTHER_REAL_ID, "full"), make_state(REAL_ID, "none"), {"snapshots": []}):
         with pytest.raises(AssertionError):
-            comparison.check_state(lambda: make_state(PLANNED, "full"), lambda actual=actual: actual)
+            comparison.check_state(
+                lambda: make_state(PLANNED_ID, "full"), lambda actual_state=actual_state: actual_state
+            )
 
 
 def test_values_are_counted_by_key() -> None:
     results, states = Counts(), Counts()
     comparison = PlanComparison(OPENED_AT, results, states)
     comparison.check_result(
-        make_result(id=PLANNED, cpus=1, address=None), make_result(id=REAL, cpus=1, address="x"), "task"
+        make_result(id=PLANNED_ID, cpus=1, address=None), make_result(id=REAL_ID, cpus=1, address="x"), "task"
     )
-    comparison.check_state(lambda: make_state(PLANNED, "full"), lambda: make_state(REAL, "incremental"))
+    comparison.check_state(lambda: make_state(PLANNED_ID, "full"), lambda: make_state(REAL_ID, "incremental"))
     assert dict(results.unknown) == {"ids": 1, "address": 1}
     assert results.known["cpus"] == 1 and results.unknown_share == pytest.approx(2 / (2 + results.known.total()))
     assert dict(states.unknown) == {"ids": 1, "memory": 1}

@@ -58,10 +58,10 @@ def make_document(
     )
 
 
-def write_signed(path: Path, document: Any) -> str:
+def write_signed_file(path: Path, document: Any) -> str:
     """Write a document with the correct digest, whatever it contains."""
-    signed = {**document, "digest": _plan_file.digest(document)}
-    path.write_text(json.dumps(signed, sort_keys=True, separators=(",", ":")) + "\n")
+    signed_document = {**document, "digest": _plan_file.digest(document)}
+    path.write_text(json.dumps(signed_document, sort_keys=True, separators=(",", ":")) + "\n")
     return str(path)
 
 
@@ -87,7 +87,7 @@ def test_a_saved_plan_can_be_loaded(tmp_path: Path) -> None:
     _plan_file.save(str(path), document)
     assert _plan_file.load(str(path)) == document == json.loads(path.read_text())
     assert stat.S_IMODE(path.stat().st_mode) == 0o600
-    assert [*tmp_path.iterdir()] == [path], "a temporary file is left"
+    assert [*tmp_path.iterdir()] == [path], "a temporary file was left behind"
 
 
 def test_a_file_is_read_again_only_if_it_has_changed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -103,9 +103,9 @@ def test_a_file_is_read_again_only_if_it_has_changed(tmp_path: Path, monkeypatch
     assert (path.stat().st_size, path.stat().st_ino) == (status.st_size, status.st_ino)
     with pytest.raises(Failure, match="has been edited"):
         _plan_file.load(str(path))
-    other = make_document(lifetime_seconds=3600)
-    _plan_file.save(str(path), other)
-    assert _plan_file.load(str(path)) == other
+    other_document = make_document(lifetime_seconds=3600)
+    _plan_file.save(str(path), other_document)
+    assert _plan_file.load(str(path)) == other_document
     path.unlink()
     with pytest.raises(Failure, match="does not exist"):
         _plan_file.load(str(path))
@@ -118,7 +118,7 @@ def test_a_plan_expires_until_a_run_has_begun_to_apply_it(
     path, document = str(tmp_path / "plan.json"), make_document()
     _plan_file.save(path, document)
     monkeypatch.setattr(C, "DEFAULT_LOCAL_TMP", str(tmp_path))
-    # The plugin loader needs the collection in a directory of its own.
+    # This replaces the plugin loader, which needs the collection in a directory of its own.
     monkeypatch.setattr(_plan_journal.callback_loader, "get", lambda *_args, **_options: CallbackModule)
     monkeypatch.setattr(C.config, "get_config_value", lambda *_args, **_options: path)
     variables = {_plan_journal.EXTRA_VARIABLE: document} if is_variable else {}
@@ -199,7 +199,7 @@ WRONG_VALUES: dict[str, tuple[Any, ...]] = {
 )
 def test_every_wrong_field_is_refused(tmp_path: Path, place: str, value: Any) -> None:
     """The digest of these files is correct."""
-    path = write_signed(tmp_path / "plan.json", set_value(make_document(), place, value))
+    path = write_signed_file(tmp_path / "plan.json", set_value(make_document(), place, value))
     with pytest.raises(Failure) as error_info:
         _plan_file.load(path)
     assert "is invalid: " in error_info.value.message and "Make a new plan" in error_info.value.message
@@ -231,7 +231,9 @@ def test_deep_nesting_is_refused(tmp_path: Path) -> None:
     value: Any = {}
     for _ in range(60):
         value = [value]
-    path = write_signed(tmp_path / "plan.json", set_value(make_document(), "entries/0/actions/0/request", {"x": value}))
+    path = write_signed_file(
+        tmp_path / "plan.json", set_value(make_document(), "entries/0/actions/0/request", {"x": value})
+    )
     with pytest.raises(Failure, match=r"nested more than 40 levels deep"):
         _plan_file.load(path)
 
@@ -256,7 +258,7 @@ def rename_task(text: str) -> str:
     return text.replace("Fork it", "Fork IT")
 
 
-def reformat(text: str) -> str:
+def reformat_text(text: str) -> str:
     return json.dumps(json.loads(text), indent=1)
 
 
@@ -272,7 +274,7 @@ def remove_digest(text: str) -> str:
     return json.dumps({key: value for key, value in json.loads(text).items() if key != "digest"})
 
 
-@pytest.mark.parametrize("edit", [rename_task, reformat, repeat_key, exceed_range, remove_digest])
+@pytest.mark.parametrize("edit", [rename_task, reformat_text, repeat_key, exceed_range, remove_digest])
 def test_edited_plans_are_refused(tmp_path: Path, edit: Callable[[str], str]) -> None:
     path = tmp_path / "plan.json"
     _plan_file.save(str(path), make_document())
@@ -318,12 +320,12 @@ def test_the_collection_accepts_the_same_files_as_all_readers(plan_file: PlanFil
     path = str(tmp_path / "plan.json")
     sentence = plan_file.write(tmp_path / "plan.json")
 
-    def load() -> None:
+    def load_plan() -> None:
         _plan_file.check_expiry(_plan_file.load(path), path)
 
     if not sentence:
-        load()
+        load_plan()
         return
     with pytest.raises(Failure) as error_info:
-        load()
+        load_plan()
     assert error_info.value.message.startswith(f"{sentence}. "), error_info.value.message

@@ -1,4 +1,4 @@
-"""Test that the lookup ``plan`` returns the plan of a check run, and fails elsewhere."""
+"""Test that the lookup ``plan`` returns the plan of a check run, and fails in other runs."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def start_run(
 
 def look_up(*terms: str, variables: dict[str, Any] | None = None, **options: Any) -> dict[str, Any]:
     plugin = lookup.LookupModule()
-    # Do what the plugin loader does, which would need the collection in its own directory.
+    # This replaces the plugin loader, which needs the collection in a directory of its own.
     plugin._load_name = "grove.sandbox.plan"
     definitions = yaml.safe_load(lookup.DOCUMENTATION)["options"]
     C.config.initialize_plugin_configuration_definitions("lookup", plugin._load_name, definitions)
@@ -93,9 +93,9 @@ def test_without_the_callback_only_the_failures_of_the_only_play_are_known(
     path.write_text("$ANSIBLE_VAULT;1.1;AES256\n" if kind == "encrypted" else json.dumps(plays))
     playbooks = (str(path), str(path)) if kind == "two playbooks" else "web" if kind == "ad hoc" else (str(path),)
     start_run(monkeypatch, playbooks=playbooks, has_callback=False)
-    known = ["a task failed on host db, or the host was unreachable"]
-    unknown = ["it is unknown whether tasks failed, because the callback grove.sandbox.plan is not enabled"]
-    expected = known if kind in ("one play", "ad hoc") else unknown
+    known_problems = ["a task failed on host db, or the host was unreachable"]
+    unknown_problems = ["it is unknown whether tasks failed, because the callback grove.sandbox.plan is not enabled"]
+    expected = known_problems if kind in ("one play", "ad hoc") else unknown_problems
     assert look_up(variables=VARIABLES)["problems"] == expected
 
 
@@ -143,9 +143,9 @@ def test_an_extra_variable_that_is_not_a_plan_is_refused(
         _plan_journal.load_applied_plan()
 
 
-@pytest.mark.parametrize("as_text", [True, False])
-def test_an_extra_variable_can_be_the_plan_or_its_text(monkeypatch: pytest.MonkeyPatch, as_text: bool) -> None:
+@pytest.mark.parametrize("is_text", [True, False])
+def test_an_extra_variable_can_be_the_plan_or_its_text(monkeypatch: pytest.MonkeyPatch, is_text: bool) -> None:
     plan = look_up()
-    value = json.dumps(plan) if as_text else plan
+    value = json.dumps(plan) if is_text else plan
     monkeypatch.setattr(_plan_journal, "load_extra_vars", lambda _: {"grove_sandbox_plan": value})
     assert _plan_journal.load_applied_plan() == plan

@@ -23,8 +23,13 @@ def make_entry(task: str, line: int, verb: str = "", *changes: Change, **fields:
             {
                 "verb": verb,
                 "changes": [
-                    {"kind": kind, "name": name, "before": {} if before else None, "after": {} if after else None}
-                    for kind, name, before, after in changes
+                    {
+                        "kind": kind,
+                        "name": name,
+                        "before": {} if existed_before else None,
+                        "after": {} if exists_after else None,
+                    }
+                    for kind, name, existed_before, exists_after in changes
                 ],
                 "request": {},
             }
@@ -114,11 +119,11 @@ def test_the_table_lists_changes_by_gateway_and_kind() -> None:
 
 
 def test_colours_do_not_change_the_text() -> None:
-    colored = _plan_table.render(DOCUMENT, 79, color=True)
-    assert re.sub(r"\033\[[0-9;]*m", "", colored) == TABLE
+    colored_table = _plan_table.render(DOCUMENT, 79, color=True)
+    assert re.sub(r"\033\[[0-9;]*m", "", colored_table) == TABLE
     for sign, code in (("+", "0;32"), ("~", "0;33"), ("-", "0;31"), ("↺", "0;36")):
-        assert f"\033[{code}m{sign} " in colored
-    assert "\033[0;31mPredicted failures:\033[0m" in colored
+        assert f"\033[{code}m{sign} " in colored_table
+    assert "\033[0;31mPredicted failures:\033[0m" in colored_table
 
 
 def test_a_plan_without_changes_is_one_line() -> None:
@@ -171,8 +176,8 @@ def test_costs_are_in_the_first_line_of_a_task_only() -> None:
 )
 def test_totals_add_up_the_costs(costs: list[dict[str, float]], text: str) -> None:
     entries = [make_entry("Fork", 1, "fork", ("sandbox", "s", False, True), costs=each) for each in costs]
-    rendered = _plan_table.render(make_document(*entries), 79, color=False)
-    assert rendered.endswith(f"Plan: {len(costs)}{text if text.startswith(' ') else ' to create' + text}")
+    rendered_table = _plan_table.render(make_document(*entries), 79, color=False)
+    assert rendered_table.endswith(f"Plan: {len(costs)}{text if text.startswith(' ') else ' to create' + text}")
 
 
 @pytest.mark.parametrize("width", [0, 79, 100])
@@ -201,11 +206,20 @@ def test_long_text_is_shortened(width: int) -> None:
 
 
 def test_text_from_elsewhere_cannot_affect_the_terminal() -> None:
-    evil = "a\033[2Jb\nc\u202ed\x9b\re"
+    evil_text = "a\033[2Jb\nc\u202ed\x9b\re"
     document = make_document(
-        make_entry(evil, 1, "fork", ("sandbox", evil, False, True), path=evil, host=evil, unknown=[evil], failure=evil)
+        make_entry(
+            evil_text,
+            1,
+            "fork",
+            ("sandbox", evil_text, False, True),
+            path=evil_text,
+            host=evil_text,
+            unknown=[evil_text],
+            failure=evil_text,
+        )
     )
-    text = _plan_table.render({**document, "gateways": {EAST: evil}}, 79, color=False)
+    text = _plan_table.render({**document, "gateways": {EAST: evil_text}}, 79, color=False)
     assert not re.search("[\033\u202e\x9b\r]", text)
     assert text.splitlines()[0] == "Gateway a[2Jb cde"
     assert "+ a[2Jb cde  a[2Jb cde (a[2Jb cde)" in text

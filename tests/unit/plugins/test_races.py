@@ -22,13 +22,13 @@ def gateway(tmp_path_factory: pytest.TempPathFactory) -> Iterator[MemoryGateway]
 
 
 class LateClient(Client):
-    """A client whose first change waits until another client has made, or is making, the change ``other``."""
+    """A client whose first change waits until another client has made, or is making, the change ``other_change``."""
 
-    other: Any = None
+    other_change: Any = None
 
     def post(self, path: str, body: dict[str, Any] | None = None) -> Any:
-        if self.other is not None:
-            make_change, self.other = self.other, None
+        if self.other_change is not None:
+            make_change, self.other_change = self.other_change, None
             make_change()
         return super().post(path, body)
 
@@ -51,7 +51,7 @@ def test_an_object_that_another_client_creates_in_the_meantime_is_used(
         ("snapshot", {"name": ["golden"], "sandbox": ["web"]}),
     ):
         run_task(client, *setup)
-    late_client.other = lambda: run_task(client, kind, params)
+    late_client.other_change = lambda: run_task(client, kind, params)
     result = run_task(late_client, kind, params)
     assert not result.get("failed") and not result["changed"], result
 
@@ -69,7 +69,7 @@ def test_a_task_waits_until_another_client_has_created_the_object(gateway: Memor
 
         threading.Timer(1, create).start()
 
-    late_client.other = create_later
+    late_client.other_change = create_later
     result = run_task(late_client, "sandbox", params)
     assert not result.get("failed"), result
     assert [each["name"] for each in client.list_all("/sandboxes")] == ["box"]
@@ -77,6 +77,6 @@ def test_a_task_waits_until_another_client_has_created_the_object(gateway: Memor
 
 def test_an_object_that_the_task_cannot_use_is_refused(gateway: MemoryGateway) -> None:
     client, late_client = Client(gateway.unix_url), LateClient(gateway.unix_url)
-    late_client.other = lambda: run_task(client, "volume", {"name": ["box"], "size_mb": 64})
+    late_client.other_change = lambda: run_task(client, "volume", {"name": ["box"], "size_mb": 64})
     result = run_task(late_client, "sandbox", {"name": ["box"], "template": "base"})
     assert result["failed"] and "'box' is taken by a volume" in result["msg"], result

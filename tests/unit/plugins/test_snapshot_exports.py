@@ -22,7 +22,7 @@ def path(tmp_path: Path) -> Path:
     return tmp_path / "file"
 
 
-def write(path: Path, contents: bytes, mode: int = 0o600) -> None:
+def write_file(path: Path, contents: bytes, mode: int = 0o600) -> None:
     path.write_bytes(contents)
     path.chmod(mode)
 
@@ -41,9 +41,9 @@ def plan_export(path: Path, *, memory: str = "full") -> tuple[Action, ...]:
         "memory": memory,
     }
     options = {name: option.get("default") for name, option in _snapshot.ARGUMENTS.items()}
-    desired = _snapshot.desired_state({**options, "name": ["golden"], "export_to": str(path)})
-    current = _snapshot.CurrentState({"golden": snapshot}, file=read_snapshot_file(str(path)))
-    plan = _snapshot.plan(desired, current)
+    desired_state = _snapshot.desired_state({**options, "name": ["golden"], "export_to": str(path)})
+    current_state = _snapshot.CurrentState({"golden": snapshot}, file=read_snapshot_file(str(path)))
+    plan = _snapshot.plan(desired_state, current_state)
     assert not plan.failures
     return tuple(plan.actions)
 
@@ -62,13 +62,13 @@ def plan_export(path: Path, *, memory: str = "full") -> tuple[Action, ...]:
 def test_a_file_counts_as_exported_only_if_it_has_all_that_a_run_writes(
     path: Path, contents: bytes, memory: str, verbs: list[str]
 ) -> None:
-    write(path, contents)
+    write_file(path, contents)
     assert [action.verb for action in plan_export(path, memory=memory)] == verbs
 
 
 @pytest.mark.parametrize("mode", [0o644, 0o640, 0o602, 0o700])
 def test_a_file_with_guest_memory_that_others_can_read_becomes_private(path: Path, mode: int) -> None:
-    write(path, FILE, mode)
+    write_file(path, FILE, mode)
     (action,) = plan_export(path)
     assert (action.verb, action.changes[0].before["file_mode"]) == ("protect", f"{mode:04o}")
     _snapshot.apply(action, Client("unix:///nowhere"))
@@ -77,7 +77,7 @@ def test_a_file_with_guest_memory_that_others_can_read_becomes_private(path: Pat
 
 
 def test_the_permissions_of_a_file_behind_a_planted_link_do_not_change(path: Path) -> None:
-    write(path, FILE, 0o644)
+    write_file(path, FILE, 0o644)
     (action,) = plan_export(path)
     victim = path.rename(path.with_name("victim"))
     path.symlink_to(victim)

@@ -40,7 +40,7 @@ def checkout(tmp_path: Path, shared_directory: Path, request: pytest.FixtureRequ
     return directory
 
 
-def name_role_file(checkout: Path, role: Path, name: str = "") -> str:
+def get_role_file_name(checkout: Path, role: Path, name: str = "") -> str:
     """Return the name of a role's file. Ansible resolves the links in the paths of roles."""
     role_path = role.resolve()
     return make_portable_path(
@@ -55,10 +55,10 @@ def test_names_do_not_depend_on_the_checkout(checkout: Path, shared_directory: P
     assert make_portable_path(str((checkout / "plays").resolve() / "tasks/a.yml"), playbooks) == "tasks/a.yml"
     assert make_portable_path(str(checkout / "tasks/a.yml"), playbooks) == "../tasks/a.yml"
     assert make_portable_path("/etc/plays/a.yml", playbooks) == "/etc/plays/a.yml"
-    assert name_role_file(checkout, checkout / "plays/roles/mk") == f"roles/mk/{ROLE_FILE}"
-    assert name_role_file(checkout, shared_directory / "roles/mk") == f"role://mk/{ROLE_FILE}"
-    assert name_role_file(checkout, shared_directory / "vendor/other") == f"role://other/{ROLE_FILE}"
-    assert name_role_file(checkout, shared_directory / "roles/alias") == f"role://alias/{ROLE_FILE}"
+    assert get_role_file_name(checkout, checkout / "plays/roles/mk") == f"roles/mk/{ROLE_FILE}"
+    assert get_role_file_name(checkout, shared_directory / "roles/mk") == f"role://mk/{ROLE_FILE}"
+    assert get_role_file_name(checkout, shared_directory / "vendor/other") == f"role://other/{ROLE_FILE}"
+    assert get_role_file_name(checkout, shared_directory / "roles/alias") == f"role://alias/{ROLE_FILE}"
     collection_file = shared_directory / "ansible_collections/some/tools/roles/mk/tasks/main.yml"
     assert (
         make_portable_path(str(collection_file), playbooks, "mk") == "collection://some.tools/roles/mk/tasks/main.yml"
@@ -66,7 +66,7 @@ def test_names_do_not_depend_on_the_checkout(checkout: Path, shared_directory: P
 
 
 def test_another_role_of_the_same_name_has_a_different_name(checkout: Path, shared_directory: Path) -> None:
-    name_below_vendor = name_role_file(checkout, shared_directory / "vendor/mk")
+    name_below_vendor = get_role_file_name(checkout, shared_directory / "vendor/mk")
     assert name_below_vendor.endswith(f"shared/vendor/mk/{ROLE_FILE}") and "role:" not in name_below_vendor
 
 
@@ -99,5 +99,5 @@ def test_each_task_of_a_test_playbook_has_its_own_line(tmp_path: Path) -> None:
     text = (tmp_path / "play.yml").read_text()
     assert text.startswith("---\n"), "Ansible would read it as JSON, without lines"
     (play,) = yaml.compose(text).value
-    first, second = next(value.value for key, value in play.value if key.value == "tasks")
-    assert first.start_mark.line < second.start_mark.line
+    first_task, second_task = next(value.value for key, value in play.value if key.value == "tasks")
+    assert first_task.start_mark.line < second_task.start_mark.line

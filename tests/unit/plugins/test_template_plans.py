@@ -10,7 +10,7 @@ from ansible_collections.grove.sandbox.plugins.module_utils._plan import Plan, d
 from ansible_collections.grove.sandbox.plugins.module_utils._shapes import RECIPE_FIELDS, template_shape
 
 
-def plan(template: dict[str, Any], **options: Any) -> Plan:
+def make_plan(template: dict[str, Any], **options: Any) -> Plan:
     desired_state = _template.desired_state(make_parameters(**options))
     return _template.plan(desired_state, _template.CurrentState({"web": template_shape(template)}))
 
@@ -28,19 +28,19 @@ def make_template(**fields: Any) -> dict[str, Any]:
 
 @pytest.mark.parametrize("fields", [{"outdated": False}, {"outdated": None}, {}])
 def test_a_template_not_known_to_be_outdated_is_kept(fields: dict[str, Any]) -> None:
-    assert plan(make_template(**fields)).actions == ()
+    assert make_plan(make_template(**fields)).actions == ()
 
 
 def test_a_template_of_a_gateway_without_image_support_is_compared() -> None:
     template = make_template()
     del template["recipe"]["image"]
-    assert plan(template).actions == ()
-    (action,) = plan(template, image="app:1").actions
+    assert make_plan(template).actions == ()
+    (action,) = make_plan(template, image="app:1").actions
     assert (action.request["body"]["from"], action.request["body"]["image"]) == ("image", "app:1")
 
 
 def test_an_outdated_template_is_rebuilt_and_the_diff_shows_why() -> None:
-    (action,) = plan(make_template(outdated=True)).actions
+    (action,) = make_plan(make_template(outdated=True)).actions
     assert action.verb == "build"
     template_diff = diff([action])
     state_before, state_after = template_diff["before"]["web"], template_diff["after"]["web"]
@@ -50,25 +50,25 @@ def test_an_outdated_template_is_rebuilt_and_the_diff_shows_why() -> None:
 
 
 def test_rebuild_outdated_false_rebuilds_only_for_a_changed_recipe() -> None:
-    assert plan(make_template(outdated=True), rebuild_outdated=False).actions == ()
-    (action,) = plan(make_template(outdated=True), rebuild_outdated=False, packages=["curl"]).actions
+    assert make_plan(make_template(outdated=True), rebuild_outdated=False).actions == ()
+    (action,) = make_plan(make_template(outdated=True), rebuild_outdated=False, packages=["curl"]).actions
     assert action.verb == "build"
 
 
 def test_removing_an_outdated_template_shows_outdated_in_the_diff() -> None:
-    (action,) = plan(make_template(outdated=True), state="absent", when_unused=True).actions
+    (action,) = make_plan(make_template(outdated=True), state="absent", when_unused=True).actions
     assert action.verb == "remove" and diff([action])["before"]["web"]["outdated"] is True
 
 
 def test_a_template_being_built_is_not_built_again() -> None:
-    template_in_build = make_template(buildStatus="building", outdated=False)
-    assert plan(template_in_build, wait_timeout=0).actions == ()
+    template_being_built = make_template(buildStatus="building", outdated=False)
+    assert make_plan(template_being_built, wait_timeout=0).actions == ()
 
 
 def test_a_different_prewarm_count_changes_only_the_count() -> None:
     current_template = make_template(prewarm={"ready": 0, "target": 1}, memory="incremental")
-    assert plan(current_template).actions == plan(current_template, prewarm=1).actions == ()
-    (action,) = plan(current_template, prewarm=3).actions
+    assert make_plan(current_template).actions == make_plan(current_template, prewarm=1).actions == ()
+    (action,) = make_plan(current_template, prewarm=3).actions
     assert (action.verb, action.request["count"]) == ("prewarm", 3)
     template_diff = diff([action])
     assert {
@@ -80,14 +80,14 @@ def test_a_different_prewarm_count_changes_only_the_count() -> None:
 
 def test_a_template_without_memory_is_not_prewarmed() -> None:
     current_template = make_template(prewarm={"ready": 0, "target": 0}, memory="none")
-    assert plan(current_template, prewarm=0).actions == ()
-    assert plan(current_template, prewarm=1).failures["web"].kind == "unsupported"
+    assert make_plan(current_template, prewarm=0).actions == ()
+    assert make_plan(current_template, prewarm=1).failures["web"].kind == "unsupported"
 
 
 def test_a_rebuild_uses_the_prewarm_count_of_the_task() -> None:
     current_template = make_template(prewarm={"ready": 2, "target": 2}, memory="incremental")
-    (action,) = plan(current_template, packages=["curl"]).actions
+    (action,) = make_plan(current_template, packages=["curl"]).actions
     assert action.verb == "build" and "prewarm" not in action.request["body"]
     assert diff([action])["after"]["web"]["prewarm"] == 0
-    (action,) = plan(current_template, packages=["curl"], prewarm=2).actions
+    (action,) = make_plan(current_template, packages=["curl"], prewarm=2).actions
     assert action.request["body"]["prewarm"] == diff([action])["after"]["web"]["prewarm"] == 2

@@ -49,18 +49,18 @@ def gateway(tmp_path_factory: pytest.TempPathFactory) -> Iterator[MemoryGateway]
 def test_a_plan_applies_retention_rules(gateway: MemoryGateway) -> None:
     gateway.clear()
 
-    def capture(*names: str, sandbox: str = "b") -> PlayTask:
+    def make_capture(*names: str, sandbox: str = "b") -> PlayTask:
         return "snapshot", {"name": list(names), "sandbox": [sandbox], "retention": {"keep_last": 1}}
 
     fork: PlayTask = ("fork", {"snapshot": "first", "names": ["user"]})
-    history = [capture("first")]
+    history = [make_capture("first")]
     play: list[PlayTask] = [
         fork,
-        capture("second"),
-        fork,  # is unchanged, because a snapshot in use is kept
+        make_capture("second"),
+        fork,  # This changes nothing, because a snapshot in use is kept.
         ("sandbox", {"name": ["user"], "state": "absent"}),
-        fork,  # fails, because the snapshot was removed with its last user
-        capture("third", "fourth"),
+        fork,  # This fails, because the snapshot was removed with its last user.
+        make_capture("third", "fourth"),
         ("snapshot_info", {}),
     ]
     checks = PlayChecks()
@@ -91,15 +91,17 @@ def test_a_plan_marks_what_depends_on_whether_a_sandbox_has_diverged(tmp_path: P
     with pytest.raises(AssertionError, match="3 in part"):
         checks.check_shares()
     condition = "only if sandbox b has diverged by then"
-    on_snapshot, on_fork = (f"depends on {name}, which the run might not create" for name in ("n2", "z"))
+    snapshot_dependency, fork_dependency = (
+        f"depends on {name}, which the run might not create" for name in ("n2", "z")
+    )
     first_costs = "the pause and the size of the gateway's first snapshots"
     assert [[phrase for phrase in entry["unknown"] if phrase != first_costs] for entry in entries] == [
         [],
         [condition],
         [condition],
-        [on_snapshot],
-        [on_fork],
-        [on_snapshot],
+        [snapshot_dependency],
+        [fork_dependency],
+        [snapshot_dependency],
         [],
         [],
     ]
@@ -116,19 +118,19 @@ def test_a_plan_knows_that_a_rollback_removes_the_clone_of_a_volume(gateway: Mem
 
 
 class SlowBuildHost(BusyHost):
-    """A host on which the builds of templates wait until ``may_build`` is set."""
+    """A host on which the builds of templates wait until ``build_event`` is set."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.may_build = threading.Event()
+        self.build_event = threading.Event()
 
     async def build_base(self, base: Snapshot, recipe: Recipe, source_digest: str, log: Log) -> str:
-        await asyncio.to_thread(self.may_build.wait, 60)
+        await asyncio.to_thread(self.build_event.wait, 60)
         return await super().build_base(base, recipe, source_digest, log)
 
 
-@pytest.mark.parametrize("replaces", [False, True])
-def test_a_plan_contains_the_templates_that_others_are_building(tmp_path: Path, replaces: bool) -> None:
+@pytest.mark.parametrize("is_replacement", [False, True])
+def test_a_plan_contains_the_templates_that_others_are_building(tmp_path: Path, is_replacement: bool) -> None:
     host, checks = SlowBuildHost(), PlayChecks()
     gateway = MemoryGateway(tmp_path, host, log={"level": "error"})
     recipe = {"packages": ["nginx", "curl"]}
@@ -139,27 +141,27 @@ def test_a_plan_contains_the_templates_that_others_are_building(tmp_path: Path, 
     ]
 
     def finish_build() -> None:
-        host.may_build.set()
-        gateway.build_template("web", **recipe)  # waits for the build
+        host.build_event.set()
+        gateway.build_template("web", **recipe)  # This waits for the build.
 
     try:
-        host.may_build.set()
+        host.build_event.set()
         gateway.build_template("base")
-        if replaces:
+        if is_replacement:
             gateway.build_template("web")
-        host.may_build.clear()
+        host.build_event.clear()
         with gateway.client() as client:
             client.post("/templates", json={"name": "web", "description": "a server", **recipe}).raise_for_status()
         checks.check(gateway.unix_url, [], play, before_run=finish_build)
     finally:
-        host.may_build.set()
+        host.build_event.set()
         gateway.end()
     assert checks.tasks == {"changed": 1, "ok": 2}
 
 
-FORKS: PlayTask = ("fork", {"snapshot": "s", "count": 2, "name_prefix": "y"})
-FORK: PlayTask = ("fork", {"snapshot": "s", "names": ["z"]})
-WITHOUT_X: PlayTask = ("sandbox", {"name": ["x"], "state": "absent"})
+TWO_FORKS_TASK: PlayTask = ("fork", {"snapshot": "s", "count": 2, "name_prefix": "y"})
+FORK_TASK: PlayTask = ("fork", {"snapshot": "s", "names": ["z"]})
+REMOVE_X_TASK: PlayTask = ("sandbox", {"name": ["x"], "state": "absent"})
 
 
 class FullHost(BusyHost):
@@ -178,20 +180,20 @@ class FullHost(BusyHost):
 @pytest.mark.parametrize(
     ("capacity", "play", "outcomes"),
     [
-        (4, [WITHOUT_X, FORKS], {"changed": 1, "failed": 1}),
-        (5, [WITHOUT_X, FORKS], {"changed": 2}),
-        (5, [("sandbox", {"name": ["x"], "state": "paused"}), FORKS], {"changed": 2}),
-        (5, [WITHOUT_X, FORKS, FORK], {"changed": 2, "failed": 1}),
-        (6, [FORKS, FORK, WITHOUT_X, FORK], {"changed": 3, "failed": 1}),
-        (6, [FORKS, ("fork", {**FORKS[1], "count": 1, "exact": True}), FORK], {"changed": 3}),
-        (4, [("rollback", {"sandbox": ["x"], "snapshot": "s"}), FORK], {"changed": 1, "failed": 1}),
+        (4, [REMOVE_X_TASK, TWO_FORKS_TASK], {"changed": 1, "failed": 1}),
+        (5, [REMOVE_X_TASK, TWO_FORKS_TASK], {"changed": 2}),
+        (5, [("sandbox", {"name": ["x"], "state": "paused"}), TWO_FORKS_TASK], {"changed": 2}),
+        (5, [REMOVE_X_TASK, TWO_FORKS_TASK, FORK_TASK], {"changed": 2, "failed": 1}),
+        (6, [TWO_FORKS_TASK, FORK_TASK, REMOVE_X_TASK, FORK_TASK], {"changed": 3, "failed": 1}),
+        (6, [TWO_FORKS_TASK, ("fork", {**TWO_FORKS_TASK[1], "count": 1, "exact": True}), FORK_TASK], {"changed": 3}),
+        (4, [("rollback", {"sandbox": ["x"], "snapshot": "s"}), FORK_TASK], {"changed": 1, "failed": 1}),
     ],
 )
 def test_a_plan_counts_the_room_for_machines(
     tmp_path: Path, capacity: int, play: list[PlayTask], outcomes: dict[str, int]
 ) -> None:
     host, checks = FullHost(), PlayChecks()
-    host.capacity = capacity  # of which one remains free, as the reserve
+    host.capacity = capacity  # One of these remains free as the reserve.
     gateway = MemoryGateway(tmp_path, host, log={"level": "error"}, limits={"free_memory_mb": 64})
     try:
         gateway.build_template("base")
@@ -206,15 +208,15 @@ def test_a_plan_predicts_a_whole_play(gateway: MemoryGateway, capsys: pytest.Cap
 
     @settings(max_examples=read_play_count(20, long_run_count=2000), deadline=None)
     @given(st.lists(tasks, max_size=4), make_plays(tasks), st.booleans())
-    def check(history: list[PlayTask], play: list[PlayTask], writes: bool) -> None:
+    def check_play(history: list[PlayTask], play: list[PlayTask], guests_write: bool) -> None:
         gateway.clear()
-        gateway.host.guests_write = writes  # type: ignore[attr-defined]
+        gateway.host.guests_write = guests_write  # type: ignore[attr-defined]
         with gateway.client() as client:
-            if client.get("/templates/base").status_code == 404:  # an earlier play removed it
+            if client.get("/templates/base").status_code == 404:  # An earlier play removed it.
                 gateway.build_template("base")
         checks.check(gateway.unix_url, history, play)
 
-    check()
+    check_play()
     with capsys.disabled():
         print(f"\n{checks}")
     checks.check_shares()

@@ -13,28 +13,28 @@ from zfs_core import capabilities, exceptions, process
 from zfs_core.capabilities import openzfs_capabilities
 from zfs_core.listing import find_types
 
-Fake = Callable[[str], Callable[[], list[str]]]
+InstallFakeZfs = Callable[[str], Callable[[], list[str]]]
 
 
 @pytest.fixture
-def fake_zfs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Fake:
+def install_fake_zfs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> InstallFakeZfs:
     """Return a function that installs a script as `zfs`. That function returns one that lists the commands so far."""
     log, program = tmp_path / "log", tmp_path / "zfs"
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
     monkeypatch.setattr(capabilities, "_capabilities", openzfs_capabilities((2, 3)))
 
-    def install(script: str) -> Callable[[], list[str]]:
+    def install_script(script: str) -> Callable[[], list[str]]:
         program.write_text(f'#!/bin/sh\necho "$*" >>{log}\n{script}\n')
         program.chmod(0o755)
         log.write_text("")
         return lambda: log.read_text().splitlines()
 
-    return install
+    return install_script
 
 
 # -- destroying snapshots ---------------------------------------------------------------------------------------------
 
-_SNAPSHOTS = """
+_CLONE_SCRIPT = """
 case $* in
     "get "*" userrefs "*)
         shift 5
@@ -45,19 +45,19 @@ esac
 """
 
 
-def test_no_snapshot_is_destroyed_if_a_volume_is_a_clone_of_one(fake_zfs: Fake) -> None:
-    commands = fake_zfs(_SNAPSHOTS)
-    with pytest.raises(exceptions.SnapshotDestructionFailure) as caught:
+def test_no_snapshot_is_destroyed_if_a_volume_is_a_clone_of_one(install_fake_zfs: InstallFakeZfs) -> None:
+    list_commands = install_fake_zfs(_CLONE_SCRIPT)
+    with pytest.raises(exceptions.SnapshotDestructionFailure) as error_info:
         zfs_core.lzc_destroy_snaps(["tank/a@1", "tank/a@2", "tank/a@3"], False)
-    (error,) = caught.value.errors
+    (error,) = error_info.value.errors
     assert isinstance(error, exceptions.SnapshotIsCloned)
     assert (error.name, error.related) == ("tank/a@2", ("tank/volume",))
-    assert [command.split()[0] for command in commands()] == ["get", "list"], "one command for all snapshots"
+    assert [command.split()[0] for command in list_commands()] == ["get", "list"], "one command for all snapshots"
     assert zfs_core.list_clones("tank/a@2") == ["tank/volume"]
 
 
-# Snapshots named "held" are held. Those named "just-held" are held after the first look at them.
-_RETENTION = """
+# Snapshots named "held" are held. Those named "just-held" are held after they have been looked up once.
+_HOLDS_SCRIPT = """
 here=$(dirname "$0")
 case $* in
     "get "*" userrefs "*)
@@ -79,7 +79,7 @@ esac
 """
 
 
-def _destroy(names: list[str], defer: bool = False) -> list[exceptions.ZFSError]:
+def _destroy_snapshots(names: list[str], defer: bool = False) -> list[exceptions.ZFSError]:
     try:
         zfs_core.lzc_destroy_snaps(names, defer)
     except exceptions.SnapshotDestructionFailure as failure:
@@ -87,51 +87,53 @@ def _destroy(names: list[str], defer: bool = False) -> list[exceptions.ZFSError]
     return []
 
 
-def test_the_snapshots_of_a_filesystem_are_destroyed_with_one_command(fake_zfs: Fake) -> None:
-    commands = fake_zfs(_RETENTION)
+def test_the_snapshots_of_a_filesystem_are_destroyed_with_one_command(install_fake_zfs: InstallFakeZfs) -> None:
+    list_commands = install_fake_zfs(_HOLDS_SCRIPT)
     names = ["tank/a@1", "tank/b@1", "tank/a@2", "tank/a@1", *(f"tank/c@{number}" for number in range(500))]
-    assert _destroy(names) == []
-    destroy_commands = [command for command in commands() if command.startswith("destroy ")]
+    assert _destroy_snapshots(names) == []
+    destroy_commands = [command for command in list_commands() if command.startswith("destroy ")]
     assert destroy_commands[:2] == ["destroy tank/a@1,2", "destroy tank/b@1"]
     assert [command.count(",") + 1 for command in destroy_commands[2:]] == [400, 100]
-    assert len(commands()) == 4 + 3, "holds and clones are looked up together"
+    assert len(list_commands()) == 4 + 3, "holds and clones are looked up together"
 
 
-def test_a_list_with_a_snapshot_in_use_is_not_destroyed(fake_zfs: Fake) -> None:
-    commands = fake_zfs(_RETENTION)
-    (error,) = _destroy(["tank/a@1", "tank/a@held"])
+def test_a_list_with_a_snapshot_in_use_is_not_destroyed(install_fake_zfs: InstallFakeZfs) -> None:
+    list_commands = install_fake_zfs(_HOLDS_SCRIPT)
+    (error,) = _destroy_snapshots(["tank/a@1", "tank/a@held"])
     assert isinstance(error, exceptions.SnapshotIsHeld) and error.name == "tank/a@held"
-    assert not any(command.startswith("destroy") for command in commands())
+    assert not any(command.startswith("destroy") for command in list_commands())
 
 
-def test_a_snapshot_that_is_held_just_now_is_named_and_ends_the_removal(fake_zfs: Fake) -> None:
-    commands = fake_zfs(_RETENTION)
-    (error,) = _destroy(["tank/b@1", "tank/b@just-held", "tank/c@1", "tank/c@2"])
+def test_a_snapshot_that_is_held_in_the_meantime_is_named_and_ends_the_removal(
+    install_fake_zfs: InstallFakeZfs,
+) -> None:
+    list_commands = install_fake_zfs(_HOLDS_SCRIPT)
+    (error,) = _destroy_snapshots(["tank/b@1", "tank/b@just-held", "tank/c@1", "tank/c@2"])
     assert isinstance(error, exceptions.SnapshotIsHeld) and error.name == "tank/b@just-held"
     assert "it's being held" in error.details
-    assert [command for command in commands() if command.startswith("destroy")] == ["destroy tank/b@1,just-held"]
+    assert [command for command in list_commands() if command.startswith("destroy")] == ["destroy tank/b@1,just-held"]
 
 
-def test_missing_snapshots_are_skipped_and_a_missing_pool_is_reported(fake_zfs: Fake) -> None:
-    fake_zfs(_RETENTION)
-    assert _destroy(["tank/missing@1", "tank/missing@2"]) == []
-    fake_zfs("case $* in *) echo \"cannot open 'tank': dataset does not exist\" >&2; exit 1 ;; esac")
-    errors = _destroy(["tank/a@1", "tank/a@2"], defer=True)
+def test_missing_snapshots_are_skipped_and_a_missing_pool_is_reported(install_fake_zfs: InstallFakeZfs) -> None:
+    install_fake_zfs(_HOLDS_SCRIPT)
+    assert _destroy_snapshots(["tank/missing@1", "tank/missing@2"]) == []
+    install_fake_zfs("case $* in *) echo \"cannot open 'tank': dataset does not exist\" >&2; exit 1 ;; esac")
+    errors = _destroy_snapshots(["tank/a@1", "tank/a@2"], defer=True)
     assert [(type(error), error.name) for error in errors] == [
         (exceptions.PoolNotFound, name) for name in ("tank/a@1", "tank/a@2")
     ]
 
 
-def test_if_a_deferred_removal_of_a_list_fails_each_snapshot_is_removed_alone(fake_zfs: Fake) -> None:
-    commands = fake_zfs(_RETENTION)
-    assert _destroy(["tank/c@1", "tank/c@2"], defer=True) == []
-    assert commands() == ["destroy -d tank/c@1,2", "destroy -d tank/c@1", "destroy -d tank/c@2"]
+def test_if_a_deferred_removal_of_a_list_fails_each_snapshot_is_removed_alone(install_fake_zfs: InstallFakeZfs) -> None:
+    list_commands = install_fake_zfs(_HOLDS_SCRIPT)
+    assert _destroy_snapshots(["tank/c@1", "tank/c@2"], defer=True) == []
+    assert list_commands() == ["destroy -d tank/c@1,2", "destroy -d tank/c@1", "destroy -d tank/c@2"]
 
 
 # -- arguments that the caller chooses --------------------------------------------------------------------------------
 
-# Parses options as GNU getopt does, which also finds them behind other arguments. Returns the parameters.
-_PROGRAM = """
+# Parses options as GNU getopt does, which also finds them after other arguments. Returns the parameters.
+_GETOPT_SCRIPT = """
 shift
 options=$(getopt -o nt:m:j -- "$@") || { echo "invalid option" >&2; exit 2; }
 eval set -- "$options"
@@ -144,35 +146,39 @@ printf '{"return": "%s"}' "$*"
 """
 
 
-def test_parameters_of_a_channel_program_are_not_options_of_the_command(fake_zfs: Fake) -> None:
-    fake_zfs(_PROGRAM)
+def test_parameters_of_a_channel_program_are_not_options_of_the_command(install_fake_zfs: InstallFakeZfs) -> None:
+    install_fake_zfs(_GETOPT_SCRIPT)
     params = ["-n", "-t", "1", "--help", "", "x"]
     assert zfs_core.lzc_channel_program("tank", "return 1", params=params) == "-n -t 1 --help  x"
 
 
 @pytest.mark.parametrize("param", ["a\0b", "\ud800", b"a\0b"])
-def test_a_parameter_that_cannot_be_an_argument_is_refused(fake_zfs: Fake, param: str | bytes) -> None:
-    commands = fake_zfs("")
-    with pytest.raises(exceptions.ZFSGenericError) as caught:
+def test_a_parameter_that_cannot_be_an_argument_is_refused(
+    install_fake_zfs: InstallFakeZfs, param: str | bytes
+) -> None:
+    list_commands = install_fake_zfs("")
+    with pytest.raises(exceptions.ZFSGenericError) as error_info:
         zfs_core.lzc_channel_program("tank", "return 1", params=[param])  # type: ignore[list-item]
-    assert caught.value.errno == errno.EINVAL and "NUL" in str(caught.value)
-    assert commands() == []
+    assert error_info.value.errno == errno.EINVAL and "NUL" in str(error_info.value)
+    assert list_commands() == []
 
 
 @pytest.mark.parametrize("name", ["./a", "-r", "tank/a\0", "tank/\udcff", "tank/a\n"])
-def test_a_name_that_the_command_would_misinterpret_is_refused(fake_zfs: Fake, name: str) -> None:
-    commands = fake_zfs("")
+def test_a_name_that_the_command_would_misinterpret_is_refused(install_fake_zfs: InstallFakeZfs, name: str) -> None:
+    list_commands = install_fake_zfs("")
     assert not zfs_core.lzc_exists(name)
     with pytest.raises(exceptions.NameInvalid):
         zfs_core.lzc_get_props(name)
-    assert commands() == []
+    assert list_commands() == []
 
 
-def test_a_name_without_quotes_in_an_error_does_not_decide_the_exception(fake_zfs: Fake) -> None:
-    fake_zfs('echo "cannot destroy snapshot tank/dev/zfs@out of space: dataset is busy" >&2; exit 1')
-    with pytest.raises(exceptions.SnapshotDestructionFailure) as caught:
+def test_an_unquoted_name_in_an_error_does_not_affect_the_type_of_the_exception(
+    install_fake_zfs: InstallFakeZfs,
+) -> None:
+    install_fake_zfs('echo "cannot destroy snapshot tank/dev/zfs@out of space: dataset is busy" >&2; exit 1')
+    with pytest.raises(exceptions.SnapshotDestructionFailure) as error_info:
         zfs_core.lzc_destroy_snaps(["tank/dev/zfs@out of space"], False)
-    assert isinstance(caught.value.errors[0], exceptions.SnapshotIsHeld)
+    assert isinstance(error_info.value.errors[0], exceptions.SnapshotIsHeld)
 
 
 # -- commands that cannot be started ----------------------------------------------------------------------------------
@@ -180,23 +186,25 @@ def test_a_name_without_quotes_in_an_error_does_not_decide_the_exception(fake_zf
 _MANY_NAMES = [f"tank/{number:0240}" for number in range(10_000)]
 
 
-def test_many_names_are_looked_up_with_several_commands(fake_zfs: Fake) -> None:
-    commands = fake_zfs('shift 5; for name; do printf "%s\\tfilesystem\\n" "$name"; done')
+def test_many_names_are_looked_up_with_several_commands(install_fake_zfs: InstallFakeZfs) -> None:
+    list_commands = install_fake_zfs('shift 5; for name; do printf "%s\\tfilesystem\\n" "$name"; done')
     assert find_types(_MANY_NAMES) == dict.fromkeys(_MANY_NAMES, "filesystem")
-    assert len(commands()) == 25
+    assert len(list_commands()) == 25
 
 
-def test_more_snapshots_than_fit_into_a_command_fail_with_a_clear_sentence(fake_zfs: Fake) -> None:
-    commands = fake_zfs("")
-    with pytest.raises(exceptions.SnapshotFailure) as caught:
+def test_more_snapshots_than_fit_into_a_command_fail_with_a_clear_message(install_fake_zfs: InstallFakeZfs) -> None:
+    list_commands = install_fake_zfs("")
+    with pytest.raises(exceptions.SnapshotFailure) as error_info:
         zfs_core.lzc_snapshot([f"{name}@a" for name in _MANY_NAMES])
-    (error,) = caught.value.errors
+    (error,) = error_info.value.errors
     assert error.errno == errno.E2BIG and error.name is None
     assert "Failed to create 10000 snapshots at the same instant" in str(error)
-    assert commands() == []
+    assert list_commands() == []
 
 
-def test_a_command_that_may_not_be_executed_is_named(fake_zfs: Fake, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_command_that_may_not_be_executed_is_named(
+    install_fake_zfs: InstallFakeZfs, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def fail(*_: object, **__: object) -> None:
         raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), "zfs")
 
@@ -204,6 +212,6 @@ def test_a_command_that_may_not_be_executed_is_named(fake_zfs: Fake, monkeypatch
     for call in (lambda: zfs_core.lzc_exists("tank"), lambda: process.read_first_bytes("send", "tank@a", count=1)):
         with pytest.raises(
             exceptions.ZFSGenericError, match=r"`zfs (get|send)` could not be started: Permission"
-        ) as caught:
+        ) as error_info:
             call()
-        assert caught.value.errno == errno.EACCES
+        assert error_info.value.errno == errno.EACCES

@@ -1,4 +1,4 @@
-"""Test without ZFS what makes zfs_core compatible with libzfs_core: names, values, exceptions."""
+"""Test, without ZFS, that zfs_core is compatible with libzfs_core: names, values and exceptions."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def test_the_name_in_an_exception_has_the_type_that_the_caller_passed(name: str 
     assert _get_single_error(zfs_core.lzc_hold, {snapshot: "tag"}).name == snapshot
 
 
-_LONG = "n" * 256
+_LONG_NAME = "n" * 256
 
 
 @pytest.mark.parametrize(
@@ -52,11 +52,11 @@ _LONG = "n" * 256
     [
         (["tank@a&b"], exceptions.NameInvalid, ["tank@a&b"]),
         (["tank@a&b", "tank/x@ok"], exceptions.NameInvalid, [None]),
-        ([f"tank@{_LONG}", "tank/x@ok"], exceptions.NameTooLong, [None]),
+        ([f"tank@{_LONG_NAME}", "tank/x@ok"], exceptions.NameTooLong, [None]),
         (
-            [f"tank/a@{_LONG[:250]}", f"tank/b@{_LONG[:250]}", "tank@ok"],
+            [f"tank/a@{_LONG_NAME[:250]}", f"tank/b@{_LONG_NAME[:250]}", "tank@ok"],
             exceptions.NameTooLong,
-            [f"tank/a@{_LONG[:250]}", f"tank/b@{_LONG[:250]}"],
+            [f"tank/a@{_LONG_NAME[:250]}", f"tank/b@{_LONG_NAME[:250]}"],
         ),
         (["tank@a", "tank@b"], exceptions.DuplicateSnapshots, [None]),
         (["tank@a", "pool@a"], exceptions.PoolsDiffer, [None]),
@@ -79,10 +79,10 @@ def test_only_user_properties_can_be_set_on_a_snapshot() -> None:
 def test_a_snapshot_that_cannot_exist_is_skipped(monkeypatch: pytest.MonkeyPatch) -> None:
     """The command would take "%" and "," for a range and a list of snapshots, and destroy these."""
     monkeypatch.setattr("zfs_core.snapshots.run", lambda *args, **_: pytest.fail(f"ran zfs {args}"))
-    for name in ("tank@a%c", "tank@a,b", "tank@a$b", f"tank/{_LONG[:240]}@{_LONG[:20]}", "tank/a"):
+    for name in ("tank@a%c", "tank@a,b", "tank@a$b", f"tank/{_LONG_NAME[:240]}@{_LONG_NAME[:20]}", "tank/a"):
         zfs_core.lzc_destroy_snaps([name], False)
         zfs_core.lzc_destroy_snaps([name], True)
-    error = _get_single_error(zfs_core.lzc_destroy_snaps, [f"tank@{_LONG}"], False)
+    error = _get_single_error(zfs_core.lzc_destroy_snaps, [f"tank@{_LONG_NAME}"], False)
     assert isinstance(error, exceptions.NameTooLong)
 
 
@@ -92,10 +92,12 @@ def test_a_snapshot_that_cannot_exist_is_skipped(monkeypatch: pytest.MonkeyPatch
         ({"tank/a#b!": "tank/a@s"}, exceptions.BookmarkNameInvalid),
         ({"tank/a@b": "tank/a@s"}, exceptions.NameInvalid),
         ({"tank/a#b": "tank/a"}, exceptions.BookmarkSourceInvalid),
-        ({f"tank/a#{_LONG}": "tank/a@s"}, exceptions.NameTooLong),
+        ({f"tank/a#{_LONG_NAME}": "tank/a@s"}, exceptions.NameTooLong),
     ],
 )
-def test_bookmark_failures(bookmarks: dict[str, str], error_class: type[Exception]) -> None:
+def test_bookmark_failures_have_the_types_of_libzfs_core(
+    bookmarks: dict[str, str], error_class: type[Exception]
+) -> None:
     assert isinstance(_get_single_error(zfs_core.lzc_bookmark, bookmarks), error_class)
 
 
@@ -106,7 +108,7 @@ def test_bookmark_failures(bookmarks: dict[str, str], error_class: type[Exceptio
         (("tank/a#b", None), exceptions.NameInvalid, "tank/a#b"),
         (("tank/a@s!", "tank/a@t"), exceptions.NameInvalid, "tank/a@s!"),
         (("tank/a@s", "pool/a@s"), exceptions.PoolsDiffer, "tank/a@s"),
-        ((f"tank/a@{_LONG}", None), exceptions.NameTooLong, f"tank/a@{_LONG}"),
+        ((f"tank/a@{_LONG_NAME}", None), exceptions.NameTooLong, f"tank/a@{_LONG_NAME}"),
     ],
 )
 def test_names_of_streams_are_validated(args: tuple[str, str | None], error_class: type[Exception], name: str) -> None:
@@ -132,32 +134,32 @@ def test_descriptors_of_streams_are_validated() -> None:
 
 
 def test_a_header_that_is_read_first_is_passed_on_with_the_rest() -> None:
-    """A file is read by the command itself. The rest of a pipe is copied behind the header."""
+    """A file is read by the command itself. The rest of a pipe is copied after the header."""
     header, rest = bytes(312), os.urandom(3 << 20)
 
-    def read(request: Any) -> tuple[bytes, int]:
+    def read_stream(request: Any) -> tuple[bytes, int]:
         data = b""
         with receive._open_stream(request) as (fd, count):
-            while more := os.read(fd, 1 << 20):
-                data += more
+            while piece := os.read(fd, 1 << 20):
+                data += piece
         return data, count()
 
     with tempfile.TemporaryFile() as file:
         file.write(header + rest)
         file.seek(312)
         request = receive._Request("tank@a", file.fileno(), False, None, 1.0, begin_data=header)
-        assert read(request) == (header + rest, 312 + len(rest))
+        assert read_stream(request) == (header + rest, 312 + len(rest))
     read_fd, write_fd = os.pipe()
     os.write(write_fd, b"rest")
     os.close(write_fd)
     request = receive._Request("tank@a", read_fd, False, None, 1.0, begin_data=header)
-    assert read(request) == (header + b"rest", 4)
+    assert read_stream(request) == (header + b"rest", 4)
     os.close(read_fd)
 
 
 @pytest.mark.parametrize("is_full", [False, True])
-def test_nothing_remains_of_a_stream_that_never_goes_on(is_full: bool) -> None:
-    """Either the source delivers nothing more, or the command reads nothing and cannot be killed."""
+def test_nothing_remains_of_a_stream_that_stalls(is_full: bool) -> None:
+    """Either the source sends nothing more, or the command reads nothing and cannot be killed."""
     header = bytes(4 << 20) if is_full else bytes(312)
     fds_before = _list_fds()
     source_fd, sender_fd = os.pipe()
@@ -165,7 +167,7 @@ def test_nothing_remains_of_a_stream_that_never_goes_on(is_full: bool) -> None:
     inherited_fd = -1
     try:
         with receive._open_stream(request) as (fd, _):
-            inherited_fd = os.dup(fd)  # that of the command
+            inherited_fd = os.dup(fd)  # as the command inherits it
             assert os.read(inherited_fd, 312) == bytes(312)
             (thread,) = (each for each in threading.enumerate() if isinstance(each, receive._Copier))
         assert not thread.is_alive()
@@ -223,7 +225,7 @@ def test_words_and_indexes_of_properties_match() -> None:
         ("dataset does not exist; stack traceback:; x", exceptions.ZCPRuntimeError),
     ],
 )
-def test_failures_of_channel_programs(text: str, error_class: type[Exception]) -> None:
+def test_failures_of_channel_programs_have_the_types_of_libzfs_core(text: str, error_class: type[Exception]) -> None:
     outcome = Outcome("", f"Channel program execution failed:; {text}", Cause.OTHER)
     error = pools._program_error(outcome, "tank")
     assert type(error) is error_class
@@ -256,9 +258,9 @@ def test_functions_that_zfs_fuse_lacks_raise_not_implemented(monkeypatch: pytest
         "lzc_change_key": ("tank/a", "inherit"),
         "lzc_list": ("tank", {}),
     }
-    unsupported = [function for function in functions if not zfs_core.is_supported(function)]
-    assert sorted({function.__name__ for function in unsupported}) == sorted(calls)
-    for function in unsupported:
+    unsupported_functions = [function for function in functions if not zfs_core.is_supported(function)]
+    assert sorted({function.__name__ for function in unsupported_functions}) == sorted(calls)
+    for function in unsupported_functions:
         with pytest.raises(NotImplementedError):
             function(*calls[function.__name__])
     with pytest.raises(ValueError, match="is not a function of libzfs_core"):

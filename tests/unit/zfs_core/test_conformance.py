@@ -36,7 +36,7 @@ def test_an_explanation_of_a_test_that_no_longer_exists_is_reported() -> None:
     assert "the suite has no such test" in problems[0]
 
 
-def test_openzfs_is_openzfs_even_if_its_version_is_unknown() -> None:
+def test_openzfs_is_recognized_even_if_its_version_is_unknown() -> None:
     assert conformance.get_kind(openzfs_capabilities(())) == "openzfs"
     assert conformance.get_kind(openzfs_capabilities((2, 3))) == "openzfs"
     assert conformance.get_kind(ZFS_FUSE_CAPABILITIES) == "zfs-fuse"

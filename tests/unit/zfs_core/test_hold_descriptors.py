@@ -1,4 +1,4 @@
-"""Test that holds are released when a descriptor is closed, with /dev/null in the place of /dev/zfs."""
+"""Test that holds are released when a descriptor is closed, with /dev/null in place of /dev/zfs."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _HOLDS = {"tank/a@s": "tag 1", "tank/b@s": "tag 2"}
 
 
 @pytest.fixture
-def released_holds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+def command_log(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """A file with the arguments of each `zfs` command that was run."""
     log, program = tmp_path / "log", tmp_path / "zfs"
     program.write_text(f'#!/bin/sh\nprintf "%s|" "$@" >>{log}\necho >>{log}\n')
@@ -34,7 +34,7 @@ def released_holds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[
     hold_descriptors.wait_for_releases()
 
 
-def test_holds_are_released_when_the_last_duplicate_is_closed(released_holds: Path) -> None:
+def test_holds_are_released_when_the_last_duplicate_is_closed(command_log: Path) -> None:
     fd = os.open("/dev/null", os.O_RDONLY)
     duplicate_fd = os.dup(fd)
     other_fd = os.open("/dev/null", os.O_RDONLY)
@@ -43,17 +43,17 @@ def test_holds_are_released_when_the_last_duplicate_is_closed(released_holds: Pa
     hold_descriptors.release_when_closed(other_fd, {"tank/c@s": "tag 3"})
     os.close(fd)
     hold_descriptors.wait_for_releases()
-    assert released_holds.read_text() == "", "the holds were released while a duplicate was open"
+    assert command_log.read_text() == "", "the holds were released while a duplicate was open"
     os.close(duplicate_fd)
     hold_descriptors.wait_for_releases()
-    assert released_holds.read_text() == "release|tag 1|tank/a@s|\nrelease|tag 2|tank/b@s|\n"
+    assert command_log.read_text() == "release|tag 1|tank/a@s|\nrelease|tag 2|tank/b@s|\n"
     os.close(other_fd)
     hold_descriptors.wait_for_releases()
-    assert released_holds.read_text().endswith("release|tag 3|tank/c@s|\n")
+    assert command_log.read_text().endswith("release|tag 3|tank/c@s|\n")
     assert not hold_descriptors._helpers
 
 
-def test_holds_are_released_when_the_process_is_killed(released_holds: Path) -> None:
+def test_holds_are_released_when_the_process_is_killed(command_log: Path) -> None:
     code = (
         "import os, sys, time\nfrom zfs_core import hold_descriptors\nhold_descriptors._DEVICE = '/dev/null'\n"
         "hold_descriptors.release_when_closed(os.open('/dev/null', os.O_RDONLY), {'tank/a@s': 't'})\n"
@@ -62,36 +62,36 @@ def test_holds_are_released_when_the_process_is_killed(released_holds: Path) -> 
     environment = {**os.environ, "PYTHONPATH": str(Path(hold_descriptors.__file__).parents[1])}
     with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, env=environment) as process:
         assert process.stdout is not None and process.stdout.readline() == b"ready\n"
-        assert released_holds.read_text() == ""
+        assert command_log.read_text() == ""
         process.send_signal(signal.SIGKILL)
     deadline = time.monotonic() + 20
-    while not released_holds.read_text() and time.monotonic() < deadline:
+    while not command_log.read_text() and time.monotonic() < deadline:
         time.sleep(0.01)
-    assert released_holds.read_text() == "release|t|tank/a@s|\n"
+    assert command_log.read_text() == "release|t|tank/a@s|\n"
 
 
 def test_nothing_is_held_where_descriptors_cannot_be_watched(
-    released_holds: Path, monkeypatch: pytest.MonkeyPatch
+    command_log: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(sys, "platform", "freebsd14")
     with Path("/dev/null").open() as file, pytest.raises(NotImplementedError, match="need Linux"):
         lzc_hold({"tank/a@s": "t"}, file.fileno())
-    assert released_holds.read_text() == ""
+    assert command_log.read_text() == ""
 
 
 @pytest.mark.parametrize("failing_word", ["tank/c@s", "helper"])
 def test_holds_that_were_placed_are_released_if_a_later_step_fails(
-    released_holds: Path, monkeypatch: pytest.MonkeyPatch, failing_word: str
+    command_log: Path, monkeypatch: pytest.MonkeyPatch, failing_word: str
 ) -> None:
     """In the first case, the last `zfs hold` times out. In the second one, the waiting process cannot be started."""
-    program = released_holds.with_name("zfs")
+    program = command_log.with_name("zfs")
     program.write_text(program.read_text() + f'case $* in "hold t {failing_word}") exec sleep 60 ;; esac\n')
     monkeypatch.setattr(process, "TIMEOUT_SECONDS", 0.3)
     if failing_word == "helper":
         monkeypatch.setattr(sys, "executable", "/no/such/python")
     with Path("/dev/null").open() as file, pytest.raises(ZFSGenericError):
         lzc_hold(dict.fromkeys(("tank/a@s", "tank/b@s", "tank/c@s"), "t"), file.fileno())
-    commands = released_holds.read_text().splitlines()
+    commands = command_log.read_text().splitlines()
     held_names = [line.split("|")[2] for line in commands if line.startswith("hold|")]
     released_names = [line.split("|")[2] for line in commands if line.startswith("release|")]
     assert held_names == ["tank/a@s", "tank/b@s", "tank/c@s"]
@@ -99,20 +99,20 @@ def test_holds_that_were_placed_are_released_if_a_later_step_fails(
 
 
 @pytest.mark.parametrize("flags", [os.O_WRONLY, os.O_PATH])
-def test_a_descriptor_that_cannot_be_locked_is_refused_first(released_holds: Path, flags: int) -> None:
+def test_a_descriptor_that_cannot_be_locked_is_refused_first(command_log: Path, flags: int) -> None:
     fd = os.open("/dev/null", flags)
     try:
         with pytest.raises(BadHoldCleanupFD):
             lzc_hold({"tank/a@s": "t"}, fd)
     finally:
         os.close(fd)
-    assert released_holds.read_text() == ""
+    assert command_log.read_text() == ""
 
 
 def test_a_release_that_hangs_delays_each_caller_once_and_the_other_holds_are_released(
-    released_holds: Path, monkeypatch: pytest.MonkeyPatch
+    command_log: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    program = released_holds.with_name("zfs")
+    program = command_log.with_name("zfs")
     program.write_text(program.read_text() + "case $3 in tank/a@s) exec sleep 60 ;; esac\n")
     monkeypatch.setattr(hold_descriptors, "_WAIT_SECONDS", 1.0)
     monkeypatch.setattr(hold_descriptors, "_RELEASE_SECONDS", 1.5)
@@ -130,10 +130,10 @@ def test_a_release_that_hangs_delays_each_caller_once_and_the_other_holds_are_re
                 call.result(10)
     hold_descriptors.wait_for_releases()
     helper.wait(20)
-    assert released_holds.read_text() == "release|tag 1|tank/a@s|\nrelease|tag 2|tank/b@s|\n"
+    assert command_log.read_text() == "release|tag 1|tank/a@s|\nrelease|tag 2|tank/b@s|\n"
 
 
-def test_only_descriptors_of_the_device_are_accepted(released_holds: Path, tmp_path: Path) -> None:
+def test_only_descriptors_of_the_device_are_accepted(command_log: Path, tmp_path: Path) -> None:
     for path in ("/dev/zero", tmp_path / "log"):
         fd = os.open(path, os.O_RDONLY)
         try:

@@ -1,4 +1,4 @@
-"""The command line `lzc`: arguments, check mode, output and exit codes. A fake `zfs` answers from a list of names."""
+"""The program `lzc`: arguments, check mode, output and exit codes. A fake `zfs` answers from a list of names."""
 
 from __future__ import annotations
 
@@ -59,13 +59,13 @@ case $1 in
     *) echo "permission denied" >&2; exit 1 ;;
 esac
 """
-PAGE = REPOSITORY / "docs" / "lzc.md"
+PAGE_PATH = REPOSITORY / "docs" / "lzc.md"
 _NAMES = ("tank", "tank/a", "tank/a@one", "tank/a@damaged", "tank/b", "tank/clone")
 Run = Callable[..., tuple[int, dict[str, Any]]]
 
 
 @pytest.fixture
-def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> Run:
+def run_lzc(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> Run:
     """Return a function that runs `lzc` with a fake `zfs`, and returns the exit code and the result."""
     (tmp_path / "zfs").write_text(_FAKE_ZFS)
     (tmp_path / "zfs").chmod(0o755)
@@ -74,17 +74,17 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFi
     monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
     monkeypatch.setattr(capabilities, "_capabilities", None)
 
-    def run_lzc(*argv: str) -> tuple[int, dict[str, Any]]:
+    def run_with_arguments(*argv: str) -> tuple[int, dict[str, Any]]:
         status = main(argv)
         lines = capfd.readouterr().out.splitlines()
         assert len(lines) == 1, lines
         return status, json.loads(lines[0])
 
-    return run_lzc
+    return run_with_arguments
 
 
 @pytest.fixture
-def commands(tmp_path: Path) -> Callable[[], list[str]]:
+def list_commands(tmp_path: Path) -> Callable[[], list[str]]:
     """Return a function that lists the subcommands of `zfs` that have run."""
     return lambda: [line.split()[0] for line in (tmp_path / "commands").read_text().splitlines()]
 
@@ -131,14 +131,14 @@ def commands(tmp_path: Path) -> Callable[[], list[str]]:
         ("receive tank/a", "or add --resumable"),
     ],
 )
-def test_invalid_arguments_are_refused_with_a_remedy(run: Run, line: str, sentence: str) -> None:
-    status, result = run(*line.split())
+def test_invalid_arguments_are_refused_with_a_remedy(run_lzc: Run, line: str, sentence: str) -> None:
+    status, result = run_lzc(*line.split())
     assert (status, result["error"]["kind"], result["changed"]) == (2, "invalid", False), result
     assert sentence in result["error"]["message"]
 
 
 @pytest.mark.parametrize(
-    ("line", "changes", "unchanged"),
+    ("line", "changes", "unchanged_names"),
     [
         ("snapshot tank/a@one tank/b@one --if-absent", [("snapshot", "tank/b@one")], ["tank/a@one"]),
         ("snapshot tank@two --recursive", [("snapshot", f"{n}@two") for n in _NAMES if "@" not in n], []),
@@ -166,19 +166,19 @@ def test_invalid_arguments_are_refused_with_a_remedy(run: Run, line: str, senten
     ],
 )
 def test_check_mode_predicts_and_changes_nothing(
-    run: Run,
-    commands: Callable[[], list[str]],
+    run_lzc: Run,
+    list_commands: Callable[[], list[str]],
     line: str,
     changes: list[tuple[str, str]],
-    unchanged: list[str],
+    unchanged_names: list[str],
 ) -> None:
-    status, result = run("--check", *line.split())
+    status, result = run_lzc("--check", *line.split())
     assert (status, result["changed"], result["check"]) == (0, bool(changes), True), result
     assert [(change["action"], change["name"]) for change in result["changes"]] == changes
-    assert result["unchanged"] == unchanged
-    assert set(commands()) <= {"version", "get", "list", "holds"}
+    assert result["unchanged"] == unchanged_names
+    assert set(list_commands()) <= {"version", "get", "list", "holds"}
     # The option may also follow the subcommand.
-    assert run(*line.split(), "--check") == (status, result) if "--" not in line.split() else True
+    assert run_lzc(*line.split(), "--check") == (status, result) if "--" not in line.split() else True
 
 
 @pytest.mark.parametrize(
@@ -201,55 +201,57 @@ def test_check_mode_predicts_and_changes_nothing(
         ("receive tank/x/y@a", 3, "the parent of 'tank/x/y' does not exist"),
     ],
 )
-def test_failures_are_predicted_in_check_mode(run: Run, line: str, status: int, sentence: str) -> None:
+def test_failures_are_predicted_in_check_mode(run_lzc: Run, line: str, status: int, sentence: str) -> None:
     for argv in (["--check", *line.split()], line.split()):
-        found_status, result = run(*argv)
-        assert found_status == status, result
+        actual_status, result = run_lzc(*argv)
+        assert actual_status == status, result
         assert sentence in result["error"]["message"]
 
 
-def test_a_failure_of_zfs_has_its_exit_code_and_reports_no_change(run: Run) -> None:
-    status, result = run("snapshot", "tank/b@one")
+def test_a_failure_of_zfs_has_its_exit_code_and_reports_no_change(run_lzc: Run) -> None:
+    status, result = run_lzc("snapshot", "tank/b@one")
     assert (status, result["changed"], result["error"]["kind"]) == (6, False, "no_space")
     assert "'tank/b@one'" in result["error"]["message"] and "free space" in result["error"]["message"]
 
 
-def test_queries_report_no_change(run: Run) -> None:
-    assert run("exists", "tank/a", "tank/x") == (0, {"changed": False, "exists": False, "missing": ["tank/x"]})
-    assert run("get", "quota", "tank/a")[1]["properties"] == {
+def test_queries_report_no_change(run_lzc: Run) -> None:
+    assert run_lzc("exists", "tank/a", "tank/x") == (0, {"changed": False, "exists": False, "missing": ["tank/x"]})
+    assert run_lzc("get", "quota", "tank/a")[1]["properties"] == {
         "tank/a": {"quota": {"value": "10737418240", "source": "local"}}
     }
-    assert list(run("holds", "tank/a@one")[1]["holds"]["tank/a@one"]) == ["keep"]
+    assert list(run_lzc("holds", "tank/a@one")[1]["holds"]["tank/a@one"]) == ["keep"]
 
 
-def test_a_stream_goes_to_a_command_or_a_file(run: Run, tmp_path: Path) -> None:
-    status, result = run("send", "tank/a@one", "--", "sh", "-c", f"cat >{tmp_path}/copy; echo '{{\"changed\": true}}'")
+def test_a_stream_goes_to_a_command_or_a_file(run_lzc: Run, tmp_path: Path) -> None:
+    status, result = run_lzc(
+        "send", "tank/a@one", "--", "sh", "-c", f"cat >{tmp_path}/copy; echo '{{\"changed\": true}}'"
+    )
     assert (status, result["receiver"]) == (0, {"changed": True})
     assert (tmp_path / "copy").read_text() == "stream"
     file = tmp_path / "file"
-    assert run("send", "tank/a@one", "--file", str(file))[0] == 0
+    assert run_lzc("send", "tank/a@one", "--file", str(file))[0] == 0
     assert (file.read_text(), file.stat().st_mode & 0o777) == ("stream", 0o600)
-    assert run("send", "tank/a@one", "--file", str(file))[0] == 4
-    assert run("send", "tank/a@one", "--file", str(file), "--if-absent")[1]["unchanged"] == [str(file)]
-    status, result = run("send", "tank/a@damaged", "--file", f"{tmp_path}/damaged")
+    assert run_lzc("send", "tank/a@one", "--file", str(file))[0] == 4
+    assert run_lzc("send", "tank/a@one", "--file", str(file), "--if-absent")[1]["unchanged"] == [str(file)]
+    status, result = run_lzc("send", "tank/a@damaged", "--file", f"{tmp_path}/damaged")
     assert (status, result["changed"]) == (1, False)
     assert not list(tmp_path.glob("damaged*")), "an incomplete file must not remain"
 
 
-def test_the_failure_of_a_receiver_is_reported(run: Run) -> None:
+def test_the_failure_of_a_receiver_is_reported(run_lzc: Run) -> None:
     error = json.dumps({"changed": False, "error": {"kind": "stream", "message": "does not fit"}})
-    status, result = run("send", "tank/a@one", "--", "sh", "-c", f"echo '{error}'; exit 7")
+    status, result = run_lzc("send", "tank/a@one", "--", "sh", "-c", f"echo '{error}'; exit 7")
     assert (status, result["error"]["message"]) == (7, "the receiver failed: does not fit")
-    status, result = run("send", "tank/a@one", "--", "sh", "-c", "cat >/dev/null; echo no route >&2; exit 255")
+    status, result = run_lzc("send", "tank/a@one", "--", "sh", "-c", "cat >/dev/null; echo no route >&2; exit 255")
     assert (status, result["error"]["message"]) == (1, "'sh' ended with exit code 255: no route")
     assert not result["changed"]
 
 
-def test_the_result_does_not_mix_with_a_stream(run: Run, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_the_result_does_not_mix_with_a_stream(run_lzc: Run, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     assert main(["send", "tank/a@one"]) == 0
-    captured = capfd.readouterr()
-    assert captured.out == "stream"
-    assert json.loads(captured.err) == {"changed": False}
+    captured_output = capfd.readouterr()
+    assert captured_output.out == "stream"
+    assert json.loads(captured_output.err) == {"changed": False}
 
 
 # -- exit codes -------------------------------------------------------------------------------------------------------
@@ -262,24 +264,24 @@ _CLASSES = [
 
 
 @pytest.mark.parametrize("error_class", [each for each in _CLASSES if not issubclass(each, MultipleOperationsFailure)])
-def test_each_exception_has_a_sentence(error_class: type[ZFSError]) -> None:
+def test_each_exception_has_a_message(error_class: type[ZFSError]) -> None:
     failure = describe(error_class.__new__(error_class).with_details("the words of zfs"))
     assert "the words of zfs" in failure.message
     if issubclass(error_class, exceptions.DatasetExists | exceptions.HoldExists):
         assert failure.kind is Kind.EXISTS
 
 
-def test_several_failures_are_one_with_the_kind_of_the_first() -> None:
-    held = exceptions.SnapshotIsHeld("tank/a@x")
-    cloned = exceptions.SnapshotIsCloned("tank/a@y").with_details("", ["tank/c"])
-    failure = describe(exceptions.SnapshotDestructionFailure([held, cloned]))
+def test_several_failures_are_combined_into_one_of_the_first_kind() -> None:
+    held_error = exceptions.SnapshotIsHeld("tank/a@x")
+    cloned_error = exceptions.SnapshotIsCloned("tank/a@y").with_details("", ["tank/c"])
+    failure = describe(exceptions.SnapshotDestructionFailure([held_error, cloned_error]))
     assert (failure.kind, failure.related) == (Kind.IN_USE, ("tank/c",))
     assert "'tank/a@x': it is held" in failure.message and "'tank/a@y': it has clones" in failure.message
 
 
 def test_exit_codes_are_unique_and_documented() -> None:
     assert len({kind.exit_code for kind in Kind}) == len(Kind)
-    page = PAGE.read_text()
+    page = PAGE_PATH.read_text()
     for kind in Kind:
         assert f"| {kind.exit_code} | `{kind.word}` | {kind.meaning} |" in page
 
@@ -288,7 +290,7 @@ def test_exit_codes_are_unique_and_documented() -> None:
 
 
 @pytest.mark.parametrize(
-    ("prop", "found", "source", "wanted", "equal"),
+    ("prop", "actual_value", "source", "desired_value", "are_equal"),
     [
         ("quota", "off", "local", "off", True),
         ("quota", "off", "default", "off", False),
@@ -310,8 +312,10 @@ def test_exit_codes_are_unique_and_documented() -> None:
         ("aclmode", "restricted", "local", "secure", False),
     ],
 )
-def test_values_are_compared_as_zfs_stores_them(prop: str, found: str, source: str, wanted: str, equal: bool) -> None:
-    assert has_value(Property("tank/a", prop, found, source), wanted) is equal
+def test_values_are_compared_as_zfs_stores_them(
+    prop: str, actual_value: str, source: str, desired_value: str, are_equal: bool
+) -> None:
+    assert has_value(Property("tank/a", prop, actual_value, source), desired_value) is are_equal
 
 
 def test_user_properties_are_compared_as_text() -> None:
@@ -356,22 +360,22 @@ def test_the_executable_needs_only_the_standard_library(tmp_path: Path) -> None:
 # -- documentation ----------------------------------------------------------------------------------------------------
 
 
-def _subcommands() -> dict[str, Any]:
+def _get_subcommands() -> dict[str, Any]:
     (choices,) = (each.choices for each in make_parser()._actions if isinstance(each.choices, dict))
     return choices
 
 
 def test_the_page_lists_each_command_with_its_options() -> None:
-    rows = dict(re.findall(r"^\| `(\w+) [^`]*` \|.*\| (.*?)\|$", PAGE.read_text(), re.MULTILINE))
+    rows = dict(re.findall(r"^\| `(\w+) [^`]*` \|.*\| (.*?)\|$", PAGE_PATH.read_text(), re.MULTILINE))
     common_options = {"--help", "--check", "--assume"}
-    for name, parser in _subcommands().items():
+    for name, parser in _get_subcommands().items():
         options = {option for action in parser._actions for option in action.option_strings if option.startswith("--")}
         assert set(re.findall(r"--[\w-]+", rows.pop(name))) == options - common_options, name
     assert not rows
 
 
 def test_commands_on_the_page_are_valid() -> None:
-    lines = re.findall(r"^lzc (.*)$", PAGE.read_text(), re.MULTILINE)
+    lines = re.findall(r"^lzc (.*)$", PAGE_PATH.read_text(), re.MULTILINE)
     assert len(lines) >= 6
     for line in lines:
         make_parser().parse_args(shlex.split(line.partition(" -- ")[0]))
@@ -380,8 +384,8 @@ def test_commands_on_the_page_are_valid() -> None:
 # -- playbooks --------------------------------------------------------------------------------------------------------
 
 
-def test_names_with_the_date_are_chosen_once_in_a_run() -> None:
-    """Ansible evaluates a variable at each use, so that around midnight, two tasks would use two names."""
+def test_names_that_contain_the_date_are_computed_once_in_a_run() -> None:
+    """Ansible evaluates a variable at each use, so around midnight, two tasks could use different names."""
     found_names = set()
     for path in (REPOSITORY / "playbooks" / "lzc").glob("*.yml"):
         (play,) = yaml.safe_load(path.read_text())

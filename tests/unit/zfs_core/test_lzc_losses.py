@@ -1,4 +1,4 @@
-"""The losses that `lzc` prevents, and the changes it reports. A fake `zfs` keeps the datasets of a pool in memory."""
+"""The data losses that `lzc` prevents, and the changes it reports. A fake `zfs` keeps its datasets in memory."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ _POPEN = subprocess.Popen
 Run = Callable[..., tuple[int, dict[str, Any]]]
 
 
-def _filesystem_of(name: str) -> str:
+def _get_filesystem(name: str) -> str:
     return name.partition("@")[0].partition("#")[0]
 
 
 class _Failure(Exception):
-    """The message of a failed command, and what it printed before."""
+    """A failed command, with its error message and its earlier output."""
 
     def __init__(self, message: str, output: str = "") -> None:
         super().__init__(message)
@@ -41,16 +41,16 @@ class _Failure(Exception):
 
 
 class FakeZfs:
-    """Answers the commands that `lzc` runs as OpenZFS does, as far as these tests need it."""
+    """Responds to the commands of `lzc` like OpenZFS, as far as these tests need it."""
 
     def __init__(self) -> None:
         self.objects: dict[str, dict[str, str]] = {}
         self.commands: list[tuple[str, ...]] = []
-        self.failures: dict[str, str] = {}
-        """Messages of `zfs` for command lines that fail."""
-        self.before: dict[str, Callable[[], object]] = {}
-        """Functions that run before command lines."""
-        self.received = b""
+        self.messages_by_command: dict[str, str] = {}
+        """Error messages of `zfs`, by command line that fails."""
+        self.hooks_by_command: dict[str, Callable[[], object]] = {}
+        """Functions to run before a command, by command line."""
+        self.received_stream = b""
         self.stream_bytes = 0
 
     def add(self, *names: str, **props: str) -> None:
@@ -70,9 +70,9 @@ class FakeZfs:
         program: str = "zfs",
     ) -> Outcome:
         self.commands.append(args)
-        self.before.get(" ".join(args), lambda: None)()
+        self.hooks_by_command.get(" ".join(args), lambda: None)()
         try:
-            if message := self.failures.get(" ".join(args)):
+            if message := self.messages_by_command.get(" ".join(args)):
                 raise _Failure(message)
             output = getattr(self, f"_{args[0]}")(list(args[1:]), stdin)
             if stdout is not None:
@@ -82,7 +82,7 @@ class FakeZfs:
             return _make_outcome(args, 1, failure.output.encode(), failure.message.encode(), name)
         return _make_outcome(args, 0, output.encode(), b"", name)
 
-    def changes(self) -> list[str]:
+    def list_changing_commands(self) -> list[str]:
         """Return the commands that can change something."""
         queries = ("get", "list", "holds", "inherit pyzfs:sync")
         return [line for line in map(" ".join, self.commands) if not line.startswith(queries)]
@@ -117,7 +117,7 @@ class FakeZfs:
             name
             for name, item in self.objects.items()
             if item["type"] in types
-            and (_filesystem_of(name) == root or ("-r" in args and name.startswith(f"{root}/")))
+            and (_get_filesystem(name) == root or ("-r" in args and name.startswith(f"{root}/")))
         ]
         return "".join("\t".join({"name": n, **self.objects[n]}[c] for c in columns) + "\n" for n in names)
 
@@ -130,7 +130,7 @@ class FakeZfs:
             )
         if any(each["origin"] == name for each in self.objects.values()):
             raise _Failure(f"cannot destroy '{name}': snapshot has dependent clones")
-        if any(each != name and _filesystem_of(each) == name and "@" in each for each in self.objects):
+        if any(each != name and _get_filesystem(each) == name and "@" in each for each in self.objects):
             raise _Failure(f"cannot destroy '{name}': filesystem has children")
         for each in [each for each in self.objects if each == name or each.startswith(f"{name}#")]:
             del self.objects[each]
@@ -156,7 +156,7 @@ class FakeZfs:
     def _rollback(self, args: list[str], stdin: int | None) -> str:
         txg = int(self._require(args[-1])["createtxg"])
         if any(
-            name.startswith((f"{_filesystem_of(args[-1])}@", f"{_filesystem_of(args[-1])}#"))
+            name.startswith((f"{_get_filesystem(args[-1])}@", f"{_get_filesystem(args[-1])}#"))
             and int(item["createtxg"]) > txg
             for name, item in self.objects.items()
         ):
@@ -170,10 +170,10 @@ class FakeZfs:
     def _receive(self, args: list[str], stdin: int | None) -> str:
         assert stdin is not None
         with os.fdopen(stdin, "rb", closefd=False) as file:
-            self.received = file.read()
+            self.received_stream = file.read()
         target = args[-1]
-        base_guid = struct.unpack_from("<Q", self.received, 48)[0]
-        snapshots = [name for name in self.objects if name.startswith(f"{_filesystem_of(target)}@")]
+        base_guid = struct.unpack_from("<Q", self.received_stream, 48)[0]
+        snapshots = [name for name in self.objects if name.startswith(f"{_get_filesystem(target)}@")]
         bases = [name for name in snapshots if int(self.objects[name]["guid"]) == base_guid]
         if base_guid and not bases:
             raise _Failure(
@@ -183,7 +183,7 @@ class FakeZfs:
         if "-F" in args and bases:
             for name in snapshots[snapshots.index(bases[0]) + 1 :]:
                 del self.objects[name]
-        self.add(_filesystem_of(target), target)
+        self.add(_get_filesystem(target), target)
         return ""
 
 
@@ -194,20 +194,20 @@ def make_stream(from_guid: int) -> bytes:
 
 @pytest.fixture
 def zfs(monkeypatch: pytest.MonkeyPatch) -> FakeZfs:
-    fake = FakeZfs()
-    fake.add("tank", "dozer")
-    monkeypatch.setattr(zfs_core.run, "execute", fake.execute)
+    fake_zfs = FakeZfs()
+    fake_zfs.add("tank", "dozer")
+    monkeypatch.setattr(zfs_core.run, "execute", fake_zfs.execute)
     monkeypatch.setattr(capabilities, "_capabilities", openzfs_capabilities((2, 3)))
-    return fake
+    return fake_zfs
 
 
 @pytest.fixture
-def run(zfs: FakeZfs, capsys: pytest.CaptureFixture[str]) -> Run:
-    def run_lzc(*argv: str) -> tuple[int, dict[str, Any]]:
+def run_lzc(zfs: FakeZfs, capsys: pytest.CaptureFixture[str]) -> Run:
+    def run_with_arguments(*argv: str) -> tuple[int, dict[str, Any]]:
         status = main(argv)
         return status, json.loads(capsys.readouterr().out)
 
-    return run_lzc
+    return run_with_arguments
 
 
 def list_changes(result: dict[str, Any]) -> list[tuple[str, str]]:
@@ -218,110 +218,114 @@ def list_changes(result: dict[str, Any]) -> list[tuple[str, str]]:
 
 
 @pytest.fixture(params=["file", "pipe"])
-def receive(request: pytest.FixtureRequest, run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Run:
+def receive_stream(
+    request: pytest.FixtureRequest, run_lzc: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Run:
     """Return a function that receives a stream into tank/a@new, from a file or from standard input."""
 
-    def run_receive(from_guid: int, *options: str) -> tuple[int, dict[str, Any]]:
+    def run_with_stream(from_guid: int, *options: str) -> tuple[int, dict[str, Any]]:
         stream = make_stream(from_guid)
         if request.param == "file":
             (tmp_path / "stream").write_bytes(stream)
-            return run("receive", "--file", f"{tmp_path}/stream", *options, "tank/a@new")
+            return run_lzc("receive", "--file", f"{tmp_path}/stream", *options, "tank/a@new")
         read_fd, write_fd = os.pipe()
         os.write(write_fd, stream)
         os.close(write_fd)
         with os.fdopen(read_fd) as file:
             monkeypatch.setattr(sys, "stdin", file)
-            return run("receive", *options, "tank/a@new")
+            return run_lzc("receive", *options, "tank/a@new")
 
-    return run_receive
+    return run_with_stream
 
 
-def test_a_forced_receive_refuses_to_destroy_newer_snapshots(zfs: FakeZfs, receive: Run) -> None:
+def test_a_forced_receive_refuses_to_destroy_newer_snapshots(zfs: FakeZfs, receive_stream: Run) -> None:
     zfs.add("tank/a", "tank/a@1", "tank/a@2", "tank/a@3")
     base_guid = int(zfs.objects["tank/a@1"]["guid"])
-    status, result = receive(base_guid, "--force")
+    status, result = receive_stream(base_guid, "--force")
     assert (status, result["error"]["kind"], result["changed"]) == (5, "in_use", False), result
     assert result["error"]["related"] == ["tank/a@2", "tank/a@3"]
     assert "--destroy-newer" in result["error"]["message"]
-    assert zfs.changes() == []
-    status, result = receive(base_guid, "--force", "--destroy-newer")
+    assert zfs.list_changing_commands() == []
+    status, result = receive_stream(base_guid, "--force", "--destroy-newer")
     assert status == 0, result
-    destroyed = [("destroy", "tank/a@2"), ("destroy", "tank/a@3")]
-    assert list_changes(result) == [*destroyed, ("receive", "tank/a@new")]
-    assert zfs.changes() == ["receive -u -F tank/a@new"]
-    assert zfs.received == make_stream(base_guid)
+    expected_removals = [("destroy", "tank/a@2"), ("destroy", "tank/a@3")]
+    assert list_changes(result) == [*expected_removals, ("receive", "tank/a@new")]
+    assert zfs.list_changing_commands() == ["receive -u -F tank/a@new"]
+    assert zfs.received_stream == make_stream(base_guid)
 
 
-def test_a_forced_receive_onto_the_newest_snapshot_needs_no_further_option(zfs: FakeZfs, receive: Run) -> None:
+def test_a_forced_receive_onto_the_newest_snapshot_needs_no_further_option(zfs: FakeZfs, receive_stream: Run) -> None:
     zfs.add("tank/a", "tank/a@1")
-    status, result = receive(int(zfs.objects["tank/a@1"]["guid"]), "--force")
+    status, result = receive_stream(int(zfs.objects["tank/a@1"]["guid"]), "--force")
     assert (status, list_changes(result)) == (0, [("receive", "tank/a@new")]), result
 
 
-def test_newer_snapshots_that_cannot_be_destroyed_are_found_before_the_transfer(zfs: FakeZfs, receive: Run) -> None:
+def test_newer_snapshots_that_cannot_be_destroyed_are_found_before_the_transfer(
+    zfs: FakeZfs, receive_stream: Run
+) -> None:
     zfs.add("tank/a", "tank/a@1", "tank/a@2")
     base_guid = int(zfs.objects["tank/a@1"]["guid"])
     zfs.add("tank/clone", origin="tank/a@2")
-    status, result = receive(base_guid, "--force", "--destroy-newer")
+    status, result = receive_stream(base_guid, "--force", "--destroy-newer")
     assert (status, result["error"]["related"]) == (5, ["tank/clone"]), result
     zfs.objects["tank/a@2"]["userrefs"] = "1"
-    status, result = receive(base_guid, "--force", "--destroy-newer")
+    status, result = receive_stream(base_guid, "--force", "--destroy-newer")
     assert (status, result["error"]["related"]) == (5, ["tank/a@2"]), result
-    assert zfs.changes() == []
+    assert zfs.list_changing_commands() == []
 
 
-def test_a_whole_stream_replaces_a_filesystem_only_with_its_option(zfs: FakeZfs, receive: Run) -> None:
+def test_a_whole_stream_replaces_a_filesystem_only_with_its_option(zfs: FakeZfs, receive_stream: Run) -> None:
     zfs.add("tank/a")
-    status, result = receive(0, "--force", "--destroy-newer")
-    assert (status, result["error"]["related"], zfs.changes()) == (4, ["tank/a"], []), result
+    status, result = receive_stream(0, "--force", "--destroy-newer")
+    assert (status, result["error"]["related"], zfs.list_changing_commands()) == (4, ["tank/a"], []), result
     assert "--replace" in result["error"]["message"]
-    status, result = receive(0, "--force", "--replace")
+    status, result = receive_stream(0, "--force", "--replace")
     assert (status, list_changes(result)) == (0, [("replace", "tank/a"), ("receive", "tank/a@new")]), result
 
 
-def test_a_filesystem_with_snapshots_is_not_replaced(zfs: FakeZfs, receive: Run) -> None:
+def test_a_filesystem_with_snapshots_is_not_replaced(zfs: FakeZfs, receive_stream: Run) -> None:
     zfs.add("tank/a", "tank/a@1")
-    status, result = receive(0, "--force", "--replace")
-    assert (status, result["error"]["related"], zfs.changes()) == (5, ["tank/a@1"], []), result
+    status, result = receive_stream(0, "--force", "--replace")
+    assert (status, result["error"]["related"], zfs.list_changing_commands()) == (5, ["tank/a@1"], []), result
 
 
 def test_zfs_fuse_receives_only_onto_the_newest_snapshot(
-    zfs: FakeZfs, receive: Run, monkeypatch: pytest.MonkeyPatch
+    zfs: FakeZfs, receive_stream: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(capabilities, "_capabilities", ZFS_FUSE_CAPABILITIES)
     zfs.add("tank/a", "tank/a@1", "tank/a@2")
-    status, result = receive(int(zfs.objects["tank/a@1"]["guid"]), "--force", "--destroy-newer")
-    assert (status, result["error"]["related"], zfs.changes()) == (8, ["tank/a@2"], []), result
+    status, result = receive_stream(int(zfs.objects["tank/a@1"]["guid"]), "--force", "--destroy-newer")
+    assert (status, result["error"]["related"], zfs.list_changing_commands()) == (8, ["tank/a@2"], []), result
     assert "lzc rollback --destroy-newer tank/a@1" in result["error"]["message"]
 
 
-def test_check_mode_predicts_what_a_file_would_destroy(zfs: FakeZfs, run: Run, tmp_path: Path) -> None:
+def test_check_mode_predicts_what_a_file_would_destroy(zfs: FakeZfs, run_lzc: Run, tmp_path: Path) -> None:
     zfs.add("tank/a", "tank/a@1", "tank/a@2")
     (tmp_path / "stream").write_bytes(make_stream(int(zfs.objects["tank/a@1"]["guid"])))
     argv = ("--check", "receive", "--file", f"{tmp_path}/stream", "tank/a@new", "--force")
-    assert run(*argv)[1]["error"]["related"] == ["tank/a@2"]
-    assert list_changes(run(*argv, "--destroy-newer")[1]) == [("destroy", "tank/a@2"), ("receive", "tank/a@new")]
-    assert zfs.changes() == []
+    assert run_lzc(*argv)[1]["error"]["related"] == ["tank/a@2"]
+    assert list_changes(run_lzc(*argv, "--destroy-newer")[1]) == [("destroy", "tank/a@2"), ("receive", "tank/a@new")]
+    assert zfs.list_changing_commands() == []
 
 
-def test_the_options_that_allow_losses_need_force(run: Run) -> None:
+def test_the_options_that_allow_data_loss_need_force(run_lzc: Run) -> None:
     for option in ("--destroy-newer", "--replace"):
-        status, result = run("receive", option, "tank/a@new")
+        status, result = run_lzc("receive", option, "tank/a@new")
         assert (status, "add it" in result["error"]["message"]) == (2, True), result
 
 
 # -- send -------------------------------------------------------------------------------------------------------------
 
 
-def test_a_file_of_the_user_is_never_overwritten(zfs: FakeZfs, run: Run, tmp_path: Path) -> None:
+def test_a_file_of_the_user_is_never_overwritten(zfs: FakeZfs, run_lzc: Run, tmp_path: Path) -> None:
     zfs.add("tank/a", "tank/a@1")
     target, part = tmp_path / "stream", tmp_path / "stream.part"
     part.write_text("of the user")
-    assert run("send", "tank/a@1", "--file", str(target))[0] == 0
+    assert run_lzc("send", "tank/a@1", "--file", str(target))[0] == 0
     assert (target.read_text(), part.read_text()) == ("stream of tank/a@1", "of the user")
     target.unlink()
-    zfs.before["send tank/a@1"] = lambda: target.write_text("of another run")
-    status, result = run("send", "tank/a@1", "--file", str(target))
+    zfs.hooks_by_command["send tank/a@1"] = lambda: target.write_text("of another run")
+    status, result = run_lzc("send", "tank/a@1", "--file", str(target))
     assert (status, result["error"]["kind"], result["changed"]) == (4, "exists", False), result
     assert {path.name: path.read_text() for path in tmp_path.iterdir()} == {
         "stream": "of another run",
@@ -329,66 +333,66 @@ def test_a_file_of_the_user_is_never_overwritten(zfs: FakeZfs, run: Run, tmp_pat
     }
 
 
-def test_runs_that_overlap_do_not_mix_their_files(zfs: FakeZfs, run: Run, tmp_path: Path) -> None:
+def test_runs_that_overlap_do_not_mix_their_files(zfs: FakeZfs, run_lzc: Run, tmp_path: Path) -> None:
     zfs.add("tank/a", "tank/a@1", "tank/a@2")
     target = str(tmp_path / "stream")
-    zfs.before["send tank/a@1"] = lambda: main(["send", "tank/a@2", "--file", target])
+    zfs.hooks_by_command["send tank/a@1"] = lambda: main(["send", "tank/a@2", "--file", target])
     main(["send", "tank/a@1", "--file", target])
     assert [path.read_text() for path in tmp_path.iterdir()] == ["stream of tank/a@2"]
 
 
 def test_a_file_system_without_hard_links_gets_the_file_too(
-    zfs: FakeZfs, run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    zfs: FakeZfs, run_lzc: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def refuse(*paths: object) -> None:
+    def refuse_link(*paths: object) -> None:
         raise OSError(errno.EPERM, "Operation not permitted")
 
-    monkeypatch.setattr(Path, "hardlink_to", refuse)
+    monkeypatch.setattr(Path, "hardlink_to", refuse_link)
     zfs.add("tank/a", "tank/a@1")
-    assert run("send", "tank/a@1", "--file", f"{tmp_path}/stream")[0] == 0
+    assert run_lzc("send", "tank/a@1", "--file", f"{tmp_path}/stream")[0] == 0
     assert [(path.name, path.read_text()) for path in tmp_path.iterdir()] == [("stream", "stream of tank/a@1")]
 
 
-def test_a_receiver_that_prints_more_than_a_pipe_holds_does_not_block(zfs: FakeZfs, run: Run) -> None:
+def test_a_receiver_that_prints_more_than_a_pipe_holds_does_not_block(zfs: FakeZfs, run_lzc: Run) -> None:
     zfs.add("tank/a", "tank/a@1")
     zfs.stream_bytes = 1 << 20
     # It reads the stream only after it has printed.
     script = (
         "head -c 1000000 /dev/zero | tr '\\0' x; head -c 1000000 /dev/zero >&2; cat >/dev/null; echo; echo '{\"a\": 1}'"
     )
-    with _deadline():
-        status, result = run("send", "tank/a@1", "--", "sh", "-c", script)
+    with _limited_time():
+        status, result = run_lzc("send", "tank/a@1", "--", "sh", "-c", script)
     assert (status, result["receiver"]) == (0, {"a": 1}), result
 
 
-def test_a_receiver_that_does_not_end_is_killed(zfs: FakeZfs, run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_receiver_that_does_not_end_is_killed(zfs: FakeZfs, run_lzc: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     receivers: list[subprocess.Popen[bytes]] = []
 
-    def start(*args: Any, **options: Any) -> subprocess.Popen[bytes]:
+    def start_receiver(*args: Any, **options: Any) -> subprocess.Popen[bytes]:
         receivers.append(_POPEN(*args, **options))
         return receivers[-1]
 
-    monkeypatch.setattr(subprocess, "Popen", start)
+    monkeypatch.setattr(subprocess, "Popen", start_receiver)
     zfs.add("tank/a", "tank/a@1")
-    with _deadline():
-        status, result = run("send", "tank/a@1", "--timeout", "0.2", "--", "sleep", "1000")
+    with _limited_time():
+        status, result = run_lzc("send", "tank/a@1", "--timeout", "0.2", "--", "sleep", "1000")
     assert (status, result["error"]["kind"]) == (10, "timeout"), result
-    zfs.before["send tank/a@1"] = lambda: _raise(CommandError(Kind.NOT_FOUND, "gone"))
-    with _deadline():
-        assert run("send", "tank/a@1", "--", "sleep", "1000")[0] == 3
+    zfs.hooks_by_command["send tank/a@1"] = lambda: _raise_error(CommandError(Kind.NOT_FOUND, "gone"))
+    with _limited_time():
+        assert run_lzc("send", "tank/a@1", "--", "sleep", "1000")[0] == 3
     assert [receiver.returncode for receiver in receivers] == [-signal.SIGKILL] * 2
 
 
-def _raise(error: Exception) -> NoReturn:
+def _raise_error(error: Exception) -> NoReturn:
     raise error
 
 
 @contextlib.contextmanager
-def _deadline() -> Iterator[None]:
-    """Fail instead of waiting without limit."""
+def _limited_time() -> Iterator[None]:
+    """Fail if the code in the context takes longer than a minute."""
 
     def fail(number: int, frame: object) -> NoReturn:
-        raise TimeoutError("lzc waits without limit")
+        raise TimeoutError("lzc waits forever")
 
     previous_handler = signal.signal(signal.SIGALRM, fail)
     signal.alarm(60)
@@ -402,92 +406,96 @@ def _deadline() -> Iterator[None]:
 # -- rollback ---------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("check", [(), ("--check",)])
+@pytest.mark.parametrize("check_options", [(), ("--check",)])
 def test_a_rollback_destroys_newer_bookmarks_only_with_its_option(
-    zfs: FakeZfs, run: Run, check: tuple[str, ...]
+    zfs: FakeZfs, run_lzc: Run, check_options: tuple[str, ...]
 ) -> None:
     zfs.add("tank/a", "tank/a@1")
     zfs.add("tank/a#1", createtxg=zfs.objects["tank/a@1"]["createtxg"])
     zfs.add("tank/a@2", "tank/a#2")
-    status, result = run(*check, "rollback", "tank/a@1")
+    status, result = run_lzc(*check_options, "rollback", "tank/a@1")
     assert (status, result["error"]["related"]) == (5, ["tank/a#2", "tank/a@2"]), result
-    assert zfs.changes() == []
-    status, result = run(*check, "rollback", "--destroy-newer", "tank/a@1")
+    assert zfs.list_changing_commands() == []
+    status, result = run_lzc(*check_options, "rollback", "--destroy-newer", "tank/a@1")
     assert status == 0, result
-    destroyed = [("destroy", "tank/a#2"), ("destroy", "tank/a@2")]
-    assert list_changes(result) == [*destroyed, ("rollback", "tank/a")]
-    assert bool(zfs.changes()) is not bool(check)
+    expected_removals = [("destroy", "tank/a#2"), ("destroy", "tank/a@2")]
+    assert list_changes(result) == [*expected_removals, ("rollback", "tank/a")]
+    assert bool(zfs.list_changing_commands()) is not bool(check_options)
     assert "tank/a#1" in zfs.objects
 
 
-@pytest.mark.parametrize("check", [(), ("--check",)])
-def test_clones_and_holds_of_newer_snapshots_prevent_a_rollback(zfs: FakeZfs, run: Run, check: tuple[str, ...]) -> None:
+@pytest.mark.parametrize("check_options", [(), ("--check",)])
+def test_clones_and_holds_of_newer_snapshots_prevent_a_rollback(
+    zfs: FakeZfs, run_lzc: Run, check_options: tuple[str, ...]
+) -> None:
     zfs.add("tank/a", "tank/a@1", "tank/a@2", "tank/a@3")
     zfs.add("tank/clone", origin="tank/a@3")
-    status, result = run(*check, "rollback", "--destroy-newer", "tank/a@1")
-    assert (status, result["error"]["related"], zfs.changes()) == (5, ["tank/clone"], []), result
+    status, result = run_lzc(*check_options, "rollback", "--destroy-newer", "tank/a@1")
+    assert (status, result["error"]["related"], zfs.list_changing_commands()) == (5, ["tank/clone"], []), result
     zfs.objects["tank/a@3"]["userrefs"] = "1"
-    status, result = run(*check, "rollback", "--destroy-newer", "tank/a@1")
-    assert (status, result["error"]["related"], zfs.changes()) == (5, ["tank/a@3"], []), result
+    status, result = run_lzc(*check_options, "rollback", "--destroy-newer", "tank/a@1")
+    assert (status, result["error"]["related"], zfs.list_changing_commands()) == (5, ["tank/a@3"], []), result
 
 
-# -- reports of failures ----------------------------------------------------------------------------------------------
+# -- failure reports --------------------------------------------------------------------------------------------------
 
 
-def test_a_failure_between_two_snapshots_reports_the_one_that_was_destroyed(zfs: FakeZfs, run: Run) -> None:
+def test_a_failure_between_two_snapshots_reports_the_one_that_was_destroyed(zfs: FakeZfs, run_lzc: Run) -> None:
     zfs.add("tank/a", "tank/a@1", "tank/b", "tank/b@2")
-    zfs.failures["destroy tank/b@2"] = "cannot destroy 'tank/b@2': dataset is busy"
-    status, result = run("destroy", "tank/a@1", "tank/b@2")
+    zfs.messages_by_command["destroy tank/b@2"] = "cannot destroy 'tank/b@2': dataset is busy"
+    status, result = run_lzc("destroy", "tank/a@1", "tank/b@2")
     assert (status, result["error"]["kind"], result["changed"]) == (5, "in_use", True), result
     assert list_changes(result) == [("destroy", "tank/a@1")]
 
 
-def test_a_filesystem_that_was_created_by_a_command_that_then_hung_is_reported(zfs: FakeZfs, run: Run) -> None:
+def test_a_filesystem_that_was_created_by_a_command_that_then_hung_is_reported(zfs: FakeZfs, run_lzc: Run) -> None:
     def create_and_hang() -> None:
         zfs.add("tank/a")
         raise ZFSGenericError(errno.ETIMEDOUT, "tank/a", "`zfs create` did not finish within 60 s")
 
-    zfs.before["create tank/a"] = create_and_hang
-    status, result = run("create", "tank/a")
+    zfs.hooks_by_command["create tank/a"] = create_and_hang
+    status, result = run_lzc("create", "tank/a")
     assert (status, result["changed"], list_changes(result)) == (10, True, [("create", "tank/a")]), result
 
 
-def test_what_someone_else_created_meanwhile_is_not_reported(zfs: FakeZfs, run: Run) -> None:
+def test_a_snapshot_that_someone_else_created_in_the_meantime_is_not_reported(zfs: FakeZfs, run_lzc: Run) -> None:
     zfs.add("tank/a")
-    zfs.before["snapshot tank/a@1"] = lambda: zfs.add("tank/a@1")
-    status, result = run("snapshot", "tank/a@1")
+    zfs.hooks_by_command["snapshot tank/a@1"] = lambda: zfs.add("tank/a@1")
+    status, result = run_lzc("snapshot", "tank/a@1")
     assert (status, result["error"]["kind"], result["changed"]) == (4, "exists", False), result
 
 
-def test_the_cause_of_a_failure_is_reported_even_if_zfs_cannot_be_asked(zfs: FakeZfs, run: Run) -> None:
+def test_the_cause_of_a_failure_is_reported_even_if_zfs_cannot_be_queried(zfs: FakeZfs, run_lzc: Run) -> None:
     zfs.add("tank/a", "tank/a@1")
-    unreachable = "internal error: failed to initialize ZFS library"
-    zfs.failures["destroy tank/a@1"] = "cannot destroy 'tank/a@1': dataset is busy"
-    zfs.before["destroy tank/a@1"] = lambda: zfs.failures.update({"get -H -o name,value type tank/a@1": unreachable})
-    status, result = run("destroy", "tank/a@1")
+    error_message = "internal error: failed to initialize ZFS library"
+    zfs.messages_by_command["destroy tank/a@1"] = "cannot destroy 'tank/a@1': dataset is busy"
+    zfs.hooks_by_command["destroy tank/a@1"] = lambda: zfs.messages_by_command.update(
+        {"get -H -o name,value type tank/a@1": error_message}
+    )
+    status, result = run_lzc("destroy", "tank/a@1")
     assert (status, result["changed"]) == (5, False), result
 
 
 # -- predictions ------------------------------------------------------------------------------------------------------
 
 
-def test_snapshots_of_two_pools_are_refused_in_check_mode_too(zfs: FakeZfs, run: Run) -> None:
+def test_snapshots_of_two_pools_are_refused_in_check_mode_too(zfs: FakeZfs, run_lzc: Run) -> None:
     zfs.add("tank/a", "tank/a@x", "dozer/b", "dozer/b@x")
-    for check in ((), ("--check",)):
-        status, result = run(*check, "destroy", "tank/a@x", "dozer/b@x")
-        assert (status, result["error"]["kind"], zfs.changes()) == (2, "invalid", []), result
-    assert list_changes(run("destroy", "--defer", "tank/a@x", "dozer/b@x")[1]) == [
+    for check_options in ((), ("--check",)):
+        status, result = run_lzc(*check_options, "destroy", "tank/a@x", "dozer/b@x")
+        assert (status, result["error"]["kind"], zfs.list_changing_commands()) == (2, "invalid", []), result
+    assert list_changes(run_lzc("destroy", "--defer", "tank/a@x", "dozer/b@x")[1]) == [
         ("destroy", "tank/a@x"),
         ("destroy", "dozer/b@x"),
     ]
 
 
 @pytest.mark.parametrize("options", [(), ("--recursive",)])
-def test_a_child_that_is_named_too_is_destroyed_once(zfs: FakeZfs, run: Run, options: tuple[str, ...]) -> None:
+def test_a_child_that_is_named_too_is_destroyed_once(zfs: FakeZfs, run_lzc: Run, options: tuple[str, ...]) -> None:
     zfs.add("tank/a", "tank/a/b", "dozer/c")
     argv = ("destroy", *options, "tank/a", "tank/a/b", "dozer/c")
-    prediction = run("--check", *argv)
-    status, result = run(*argv)
+    prediction = run_lzc("--check", *argv)
+    status, result = run_lzc(*argv)
     assert (status, sorted(list_changes(result))) == (
         0,
         [("destroy", "dozer/c"), ("destroy", "tank/a"), ("destroy", "tank/a/b")],
@@ -495,37 +503,37 @@ def test_a_child_that_is_named_too_is_destroyed_once(zfs: FakeZfs, run: Run, opt
     assert prediction[1]["changes"] == result["changes"]
 
 
-def test_a_clone_that_is_named_too_is_destroyed_first(zfs: FakeZfs, run: Run) -> None:
+def test_a_clone_that_is_named_too_is_destroyed_first(zfs: FakeZfs, run_lzc: Run) -> None:
     zfs.add("tank/a", "tank/a@1")
     zfs.add("tank/clone", origin="tank/a@1")
-    status, result = run("destroy", "--recursive", "tank/a", "tank/clone")
+    status, result = run_lzc("destroy", "--recursive", "tank/a", "tank/clone")
     assert (status, [name for _, name in list_changes(result)]) == (0, ["tank/clone", "tank/a@1", "tank/a"]), result
 
 
 @pytest.mark.parametrize("options", [(), ("--recursive",)])
-def test_all_names_are_checked_before_one_is_destroyed(zfs: FakeZfs, run: Run, options: tuple[str, ...]) -> None:
+def test_all_names_are_checked_before_one_is_destroyed(zfs: FakeZfs, run_lzc: Run, options: tuple[str, ...]) -> None:
     zfs.add("tank/a", "tank/b")
     zfs.add("tank/b@x", userrefs="1")
-    status, result = run("destroy", *options, "tank/a", "tank/b")
+    status, result = run_lzc("destroy", *options, "tank/a", "tank/b")
     assert (status, result["error"]["related"], result["changed"]) == (5, ["tank/b@x"], False), result
-    assert zfs.changes() == []
+    assert zfs.list_changing_commands() == []
 
 
-def test_holds_of_snapshots_that_are_gone_with_their_filesystem_are_released(zfs: FakeZfs, run: Run) -> None:
-    status, result = run("release", "--if-present", "--recursive", "keep", "tank/gone@x")
+def test_holds_of_snapshots_that_are_gone_with_their_filesystem_are_released(zfs: FakeZfs, run_lzc: Run) -> None:
+    status, result = run_lzc("release", "--if-present", "--recursive", "keep", "tank/gone@x")
     assert (status, result["changed"], result["unchanged"]) == (0, False, ["tank/gone@x"]), result
-    assert run("release", "--recursive", "keep", "tank/gone@x")[0] == 3
+    assert run_lzc("release", "--recursive", "keep", "tank/gone@x")[0] == 3
 
 
 # -- properties -------------------------------------------------------------------------------------------------------
 
 
-def test_a_value_that_zfs_stores_in_another_form_changes_once(zfs: FakeZfs, run: Run) -> None:
+def test_a_value_that_zfs_stores_in_another_form_changes_once(zfs: FakeZfs, run_lzc: Run) -> None:
     zfs.add("tank/v", **{"refreservation": "0", "refreservation source": "default"})
-    stored = {"refreservation": "1082130432", "refreservation source": "local"}
-    zfs.before["set refreservation=auto tank/v"] = lambda: zfs.objects["tank/v"].update(stored)
-    status, result = run("set", "refreservation=auto", "tank/v")
+    stored_properties = {"refreservation": "1082130432", "refreservation source": "local"}
+    zfs.hooks_by_command["set refreservation=auto tank/v"] = lambda: zfs.objects["tank/v"].update(stored_properties)
+    status, result = run_lzc("set", "refreservation=auto", "tank/v")
     assert (status, list_changes(result)) == (0, [("set", "tank/v")]), result
-    status, result = run("set", "refreservation=auto", "tank/v")
+    status, result = run_lzc("set", "refreservation=auto", "tank/v")
     assert (status, result["changed"], result["unchanged"]) == (0, False, ["tank/v refreservation"]), result
-    assert run("--check", "set", "refreservation=auto", "tank/v")[1]["changed"]
+    assert run_lzc("--check", "set", "refreservation=auto", "tank/v")[1]["changed"]

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from zfs_core import nvlist, stream_format
 
-_values = st.recursive(
+_value_strategy = st.recursive(
     st.none() | st.integers(0, 2**64 - 1) | st.text(st.characters(exclude_characters="\0", exclude_categories=["Cs"])),
     lambda children: st.dictionaries(st.from_regex(r"[a-z:]{1,12}", fullmatch=True), children, max_size=4),
     max_leaves=12,
@@ -25,7 +25,7 @@ def _make_begin_record(flags: int = 0, version_info: int = 0x11, from_guid: int 
 
 
 @settings(max_examples=20)
-@given(st.dictionaries(st.from_regex(r"[a-z:]{1,12}", fullmatch=True), _values, max_size=5))
+@given(st.dictionaries(st.from_regex(r"[a-z:]{1,12}", fullmatch=True), _value_strategy, max_size=5))
 def test_a_packed_nvlist_can_be_unpacked(values: dict[str, object]) -> None:
     assert nvlist.unpack(nvlist.pack(values)) == values
 
@@ -33,13 +33,13 @@ def test_a_packed_nvlist_can_be_unpacked(values: dict[str, object]) -> None:
 def test_nvlists_of_the_kernel_can_be_unpacked() -> None:
     """The kernel packs the values of a resume token as it stores them in memory."""
 
-    def pair(name: bytes, kind: int, value: bytes) -> bytes:
+    def make_pair(name: bytes, kind: int, value: bytes) -> bytes:
         start = struct.pack("<hhii", len(name) + 1, 0, 1, kind) + name + b"\0"
         start += bytes(-(4 + len(start)) % 8)
         return struct.pack("<i", 4 + len(start) + len(value)) + start + value
 
-    data = bytes([0, 1, 0, 0]) + struct.pack("<II", 0, 1) + pair(b"object", 8, struct.pack("<Q", 5))
-    data += pair(b"toname", 9, b"tank/a@b".ljust(16, b"\0")) + pair(b"rawok", 1, b"") + bytes(4)
+    data = bytes([0, 1, 0, 0]) + struct.pack("<II", 0, 1) + make_pair(b"object", 8, struct.pack("<Q", 5))
+    data += make_pair(b"toname", 9, b"tank/a@b".ljust(16, b"\0")) + make_pair(b"rawok", 1, b"") + bytes(4)
     assert nvlist.unpack(data) == {"object": 5, "toname": "tank/a@b", "rawok": None}
     for damaged_data in (b"", b"\7", data[:30], bytes([1, 1, 0, 0, 9])):
         with pytest.raises(ValueError, match="the nvlist"):
@@ -78,12 +78,12 @@ def test_the_begin_record_of_a_file_is_read_without_moving_its_position() -> Non
 def test_a_package_contains_the_properties_to_receive() -> None:
     record = stream_format.parse_begin_record(_make_begin_record())
     assert record is not None
-    before, after = stream_format.make_package(record, {"atime": 0, "a:b": "c"})
-    package = stream_format.parse_begin_record(before)
+    package_begin, package_end = stream_format.make_package(record, {"atime": 0, "a:b": "c"})
+    package = stream_format.parse_begin_record(package_begin)
     assert package is not None and package.is_package and package.to_name == b"tank/a@b"
-    header = nvlist.unpack(before[312 : 312 + package.payload_bytes])
+    header = nvlist.unpack(package_begin[312 : 312 + package.payload_bytes])
     assert header["fss"]["0x63"]["props"] == {"atime": 0, "a:b": "c"}
     assert header["fss"]["0x63"]["snaps"] == {"b": 99} and "not_recursive" in header
-    end = before[312 + package.payload_bytes :]
-    assert (len(end), end[:8], after[:8]) == (312, struct.pack("<II", 5, 0), struct.pack("<II", 5, 0))
-    assert struct.unpack_from("<4Q", end, 8) == stream_format._fletcher4(before[: 312 + package.payload_bytes])
+    end = package_begin[312 + package.payload_bytes :]
+    assert (len(end), end[:8], package_end[:8]) == (312, struct.pack("<II", 5, 0), struct.pack("<II", 5, 0))
+    assert struct.unpack_from("<4Q", end, 8) == stream_format._fletcher4(package_begin[: 312 + package.payload_bytes])
