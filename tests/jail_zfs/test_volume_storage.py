@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import zfs_core
 from zfs_core import snapshots
-from zfs_core.capabilities import openzfs_capabilities
+from zfs_core.capabilities import make_openzfs_capabilities
 from zfs_core.outcome import Outcome
 
 from sandbox_gateway.errors import GatewayError, InUseExternally, NotFound, OverQuota
@@ -384,7 +384,7 @@ def test_one_command_takes_several_snapshots(storage: ZfsStorage, monkeypatch: p
         return Outcome("", "", None)
 
     with monkeypatch.context() as patch:
-        patch.setattr(snapshots, "detect_capabilities", lambda: openzfs_capabilities((2, 2)))
+        patch.setattr(snapshots, "detect_capabilities", lambda: make_openzfs_capabilities((2, 2)))
         patch.setattr(snapshots, "run", record_command)
         storage.snapshots.capture(sandbox.instance, record, [volume_snapshot])
     (command,) = commands

@@ -132,8 +132,8 @@ class VolumeHost(KvmVolumes):
             await pending.clone_images()
             await pending.commit()
             final_directory = self.layout.snapshot(snapshot).directory
-            commit_protocol.partial_of(final_directory).mkdir()
-            record_files.write_record(commit_protocol.partial_of(final_directory), snapshot)
+            commit_protocol.get_partial_directory(final_directory).mkdir()
+            record_files.write_record(commit_protocol.get_partial_directory(final_directory), snapshot)
             commit_protocol.commit(final_directory)
 
     async def wait_for_background_tasks(self) -> None:

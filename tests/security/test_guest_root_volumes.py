@@ -23,7 +23,7 @@ import pytest
 
 from sandbox_gateway.errors import BackendFailed
 from sandbox_gateway.hosts.connect import AGENT_PORT, CODE_PORT
-from sandbox_gateway.hosts.kvm_xfs.bounded_log import LOG_BYTES, open_log_of, read_log
+from sandbox_gateway.hosts.kvm_xfs.bounded_log import LOG_BYTES, open_process_log, read_log
 from sandbox_gateway.hosts.kvm_xfs.cgroup import CONTROLLERS, Cgroups
 from sandbox_gateway.hosts.kvm_xfs.network.addresses import (
     GATEWAY_ADDRESS,
@@ -420,7 +420,7 @@ def test_the_gateway_does_not_read_a_file_that_replaces_a_log(tmp_path: Path) ->
     secret_file.write_text("secret")
     for directory in (None, tmp_path):
         with process_with_descriptor(secret_file, 2, os.O_PATH) as process, pytest.raises(OSError):
-            read_log(open_log_of(process.pid, directory))
+            read_log(open_process_log(process.pid, directory))
 
 
 @contextlib.asynccontextmanager

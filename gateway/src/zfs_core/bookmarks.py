@@ -34,7 +34,7 @@ from zfs_core.names import (
     validate_bookmark_name,
     validate_filesystem_name,
 )
-from zfs_core.outcome import ErrorFactory, check, error_of
+from zfs_core.outcome import ErrorFactory, check, make_error
 from zfs_core.parse import parse_table
 from zfs_core.run import run
 
@@ -79,7 +79,7 @@ def lzc_bookmark(bookmarks: Mapping[str, Name] | Mapping[bytes, Name]) -> None:
             for created_name in created_names:
                 run("destroy", created_name, name=created_name)
             mismatch = outcome.explain(BookmarkMismatch(source)) if outcome.cause is Cause.BOOKMARK_MISMATCH else None
-            raise BookmarkFailure([mismatch or error_of(outcome, name, "create bookmark", _ERRORS)])
+            raise BookmarkFailure([mismatch or make_error(outcome, name, "create bookmark", _ERRORS)])
         created_names.append(name)
 
 
@@ -137,6 +137,6 @@ def lzc_destroy_bookmarks(bookmarks: Iterable[Name]) -> None:
     for name in names:
         outcome = run("destroy", name, name=name)
         if outcome.cause not in (None, Cause.MISSING, Cause.NO_POOL):
-            errors.append(error_of(outcome, name, "destroy bookmark"))
+            errors.append(make_error(outcome, name, "destroy bookmark"))
     if errors:
         raise BookmarkDestructionFailure(errors)

@@ -75,7 +75,7 @@ ZFS_FUSE_CAPABILITIES = Capabilities(
 )
 
 
-def openzfs_capabilities(version: tuple[int, ...]) -> Capabilities:
+def make_openzfs_capabilities(version: tuple[int, ...]) -> Capabilities:
     return Capabilities(
         version=version,
         atomic_snapshots=True,
@@ -110,7 +110,9 @@ def detect_capabilities() -> Capabilities:
         outcome = execute(("version",))
         if outcome.cause is None:
             match = re.search(r"^zfs-(\d+)\.(\d+)(?:\.(\d+))?", outcome.output, re.MULTILINE)
-            _capabilities = openzfs_capabilities(tuple(int(part) for part in match.groups() if part) if match else ())
+            _capabilities = make_openzfs_capabilities(
+                tuple(int(part) for part in match.groups() if part) if match else ()
+            )
         elif "unrecognized command" in outcome.message:
             _capabilities = ZFS_FUSE_CAPABILITIES
         else:

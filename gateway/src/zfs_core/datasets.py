@@ -75,7 +75,7 @@ def lzc_create(
         outcome = run("create", *options, target, name=target, stdin=stdin)
     is_as_requested = mounted or options[:1] in (["-u"], ["-s"]) or _is_not_mounted_automatically(options)
     specific_errors = dict.fromkeys(_NO_PARENT_CAUSES, ParentNotFound)
-    _check_created(outcome, target, "create filesystem", specific_errors, is_as_requested)
+    _check_creation(outcome, target, "create filesystem", specific_errors, is_as_requested)
     if key_location is not None:
         _set_key_location(target, key_location)
 
@@ -107,7 +107,7 @@ def _set_key_location(target: str, key_location: str) -> None:
         raise
 
 
-def _check_created(
+def _check_creation(
     outcome: Outcome,
     target: str,
     action: str,
@@ -137,7 +137,7 @@ def lzc_clone(name: Name, origin: Name, props: Props = None, *, mounted: bool = 
         raise PoolsDiffer(target) if lzc_exists(pool_of(target)) else DatasetNotFound(target)
     options = format_property_options(props)
     outcome = run("clone", *options, source, target, name=target)
-    _check_created(outcome, target, "create clone", {}, mounted or _is_not_mounted_automatically(options))
+    _check_creation(outcome, target, "create clone", {}, mounted or _is_not_mounted_automatically(options))
 
 
 @accepts_bytes

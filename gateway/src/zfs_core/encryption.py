@@ -51,7 +51,7 @@ def lzc_load_key(fsname: Name, noop: bool, key: bytes) -> None:
     """
     require_encryption("lzc_load_key")
     target = validate_filesystem_name(fsname)
-    key_format = _get_facts(target)["keyformat"]
+    key_format = _get_key_properties(target)["keyformat"]
     with open_key(key, ["-o", f"keyformat={key_format}"]) as stdin:
         outcome = run("load-key", *(["-n"] if noop else []), "-L", "prompt", target, name=target, stdin=stdin)
     check(outcome, target, "verify encryption key" if noop else "load encryption key", _ERRORS)
@@ -85,7 +85,7 @@ def lzc_change_key(fsname: Name, crypt_cmd: str, props: Props = None, key: bytes
         raise NotImplementedError(f"`zfs change-key` cannot express {crypt_cmd}: it only serves `zfs receive`")
     if crypt_cmd not in ("new_key", "inherit"):
         raise UnknownCryptCommand(crypt_cmd)
-    facts = _get_facts(target)
+    facts = _get_key_properties(target)
     if crypt_cmd == "inherit":
         check(run("change-key", "-i", target, name=target), target, "change encryption key", _ERRORS)
         return
@@ -98,7 +98,7 @@ def lzc_change_key(fsname: Name, crypt_cmd: str, props: Props = None, key: bytes
     lzc_set_prop(target, "keylocation", key_location or facts["keylocation"])
 
 
-def _get_facts(target: str) -> dict[str, str]:
+def _get_key_properties(target: str) -> dict[str, str]:
     try:
         props = get_props([target], ["keyformat", "keylocation"])[target]
     except DatasetNotFound:

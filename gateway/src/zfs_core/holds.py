@@ -33,7 +33,7 @@ from zfs_core.names import (
     short_name_of,
     validate_existing_name,
 )
-from zfs_core.outcome import check, error_of
+from zfs_core.outcome import check, make_error
 from zfs_core.parse import parse_table
 from zfs_core.properties import local_props, lzc_inherit_prop, lzc_set_prop
 from zfs_core.run import run
@@ -82,7 +82,7 @@ def _place_holds(holds: Mapping[str, str], placed_holds: dict[str, str]) -> list
         if outcome.cause in (Cause.MISSING, Cause.NO_POOL):
             missing_snapshots.append(name)
         elif outcome.cause is not None:
-            raise HoldFailure([error_of(outcome, name, "hold snapshot", {Cause.TAG_EXISTS: HoldExists})])
+            raise HoldFailure([make_error(outcome, name, "hold snapshot", {Cause.TAG_EXISTS: HoldExists})])
         else:
             placed_holds[name] = tag
             if not detect_capabilities().lists_holds:
@@ -126,7 +126,7 @@ def _release(name: str, tag: str, report: Callable[[ZFSError], object] | None = 
     if outcome.cause in (Cause.MISSING, Cause.NO_POOL):
         return Cause.MISSING
     if outcome.cause not in (None, Cause.TAG_MISSING) and report is not None:
-        report(error_of(outcome, name, "release snapshot hold"))
+        report(make_error(outcome, name, "release snapshot hold"))
     return outcome.cause
 
 

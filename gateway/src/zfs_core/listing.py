@@ -18,7 +18,7 @@ from zfs_core.names import (
     validate_filesystem_name,
     validate_snapshot_name,
 )
-from zfs_core.outcome import check, error_of
+from zfs_core.outcome import check, make_error
 from zfs_core.parse import parse_table
 from zfs_core.run import run
 
@@ -45,7 +45,7 @@ def lzc_exists(name: Name) -> bool:
     outcome = run("get", "-H", "-o", "value", "type", target, name=target)
     if outcome.cause in (None, Cause.MISSING, Cause.NAME_INVALID, Cause.NO_POOL, Cause.NAME_TOO_LONG):
         return outcome.cause is None
-    raise error_of(outcome, target, "look up dataset")
+    raise make_error(outcome, target, "look up dataset")
 
 
 def find_types(names: Iterable[str]) -> dict[str, str]:
@@ -84,7 +84,7 @@ def _find_values_of_batch(names: list[str], prop: str, *, must_succeed: bool) ->
                 values |= _find_values_of_batch([name], prop, must_succeed=must_succeed)
             return values
         if must_succeed and outcome.cause not in (Cause.NAME_INVALID, Cause.NAME_TOO_LONG):
-            raise error_of(outcome, names[0], f"get the property {prop}")
+            raise make_error(outcome, names[0], f"get the property {prop}")
         return {}
     return {name: value for name, value in parse_table(outcome.output, 2) if name in names}
 

@@ -12,7 +12,7 @@ import time
 from collections.abc import Iterator
 from typing import IO
 
-from zfs_core.causes import Cause, cause_of, find_listed_datasets, join_lines
+from zfs_core.causes import Cause, find_cause, find_listed_datasets, join_lines
 from zfs_core.exceptions import ReadOnlyPool, SuspendedPool, ZFSGenericError, ZFSInitializationFailed
 from zfs_core.outcome import Outcome
 from zfs_core.running import tracked
@@ -168,7 +168,7 @@ def _make_outcome(args: tuple[str, ...], status: int, out: bytes, err: bytes, na
         return Outcome(out.decode(errors="replace"), join_lines(stderr_text), None)
     # zfs-fuse prints some internal errors on standard output.
     stderr_text = stderr_text if stderr_text.strip() else out.decode(errors="replace")
-    cause = Cause.BROKEN_PIPE if status == -signal.SIGPIPE else cause_of(stderr_text, args[1:])
+    cause = Cause.BROKEN_PIPE if status == -signal.SIGPIPE else find_cause(stderr_text, args[1:])
     message = join_lines(stderr_text) or f"`zfs {args[0]}` exited with code {status} and without a message"
     if cause is Cause.UNREACHABLE:
         raise ZFSInitializationFailed().with_details(f"{message}; {_REMEDY}")

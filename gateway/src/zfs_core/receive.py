@@ -44,7 +44,7 @@ from zfs_core.options import Props, format_property_assignment, format_property_
 from zfs_core.outcome import ErrorFactory, Outcome, check
 from zfs_core.process import TRANSFER_TIMEOUT_SECONDS
 from zfs_core.properties import get_props
-from zfs_core.property_values import number_of
+from zfs_core.property_values import find_number
 from zfs_core.run import run
 from zfs_core.stream_format import (
     RECORD_BYTES,
@@ -310,7 +310,7 @@ def _to_stream_props(props: Props) -> dict[str, int | str]:
             result[key] = int(value)
         else:
             text = format_property_options({key: value})[1].partition("=")[2]
-            result[key] = text if ":" in key else number_of(key, text)
+            result[key] = text if ":" in key else find_number(key, text)
     return result
 
 
@@ -402,8 +402,8 @@ def _open_stream(request: _Request) -> Iterator[tuple[int, Callable[[], int]]]:
     The command reads the caller's file itself if possible. Otherwise, a thread copies the stream into a pipe.
     """
     if not request.props and _unread(request.fd, request.begin_data):
-        start = _position(request.fd)
-        yield request.fd, lambda: _position(request.fd) - start
+        start = _get_position(request.fd)
+        yield request.fd, lambda: _get_position(request.fd) - start
         return
     before, after = request.begin_data, b""
     if request.props:
@@ -420,7 +420,7 @@ def _open_stream(request: _Request) -> Iterator[tuple[int, Callable[[], int]]]:
         copier.stop()
 
 
-def _position(fd: int) -> int:
+def _get_position(fd: int) -> int:
     try:
         return os.lseek(fd, 0, os.SEEK_CUR)
     except OSError:
@@ -431,7 +431,7 @@ def _unread(fd: int, data: bytes) -> bool:
     """Move the position of a file back before ``data``, which were read last. Returns whether that was possible."""
     if not data:
         return True
-    start = _position(fd) - len(data)
+    start = _get_position(fd) - len(data)
     if start < 0:
         return False
     try:

@@ -51,7 +51,7 @@ from zfs_core.names import (
     validate_snapshot_name,
 )
 from zfs_core.options import Props, format_property_options
-from zfs_core.outcome import ErrorFactory, check, error_of
+from zfs_core.outcome import ErrorFactory, check, make_error
 from zfs_core.run import run, run_with_retries
 
 
@@ -72,14 +72,16 @@ def lzc_snapshot(snaps: Collection[Name], props: Props = None) -> None:
         if any(":" not in word for word in options[1::2]):
             raise PropertyInvalid(None).with_details("only user properties can be set on a snapshot")
     except PropertyInvalid as error:
-        raise SnapshotFailure([PropertyInvalid(_only(names)).with_details(f"{error.name}: {error.details}")]) from None
+        raise SnapshotFailure(
+            [PropertyInvalid(_get_only_name(names)).with_details(f"{error.name}: {error.details}")]
+        ) from None
     try:
         if len(names) > 1 and not detect_capabilities().atomic_snapshots:
             _snapshot_one_by_one(names, options)
         else:
             _snapshot_atomically(names, options)
     except (ReadOnlyPool, SuspendedPool) as error:
-        raise SnapshotFailure([type(error)(_only(names)).with_details(error.details)]) from None
+        raise SnapshotFailure([type(error)(_get_only_name(names)).with_details(error.details)]) from None
     except ZFSGenericError as error:
         if error.errno != errno.E2BIG:
             raise
@@ -87,7 +89,7 @@ def lzc_snapshot(snaps: Collection[Name], props: Props = None) -> None:
             f"Failed to create {len(names)} snapshots at the same instant, because their names and properties do not "
             "fit into one command: take fewer at a time"
         )
-        raise SnapshotFailure([ZFSGenericError(errno.E2BIG, _only(names), message)]) from None
+        raise SnapshotFailure([ZFSGenericError(errno.E2BIG, _get_only_name(names), message)]) from None
 
 
 lzc_snap = lzc_snapshot
@@ -95,7 +97,7 @@ lzc_snap = lzc_snapshot
 _SNAPSHOT_ERRORS: dict[Cause, ErrorFactory] = {Cause.EXISTS: SnapshotExists, Cause.MISSING: FilesystemNotFound}
 
 
-def _only(names: Sequence[str]) -> str | None:
+def _get_only_name(names: Sequence[str]) -> str | None:
     """Return the only name, or None. An error that concerns all of several snapshots has no name."""
     return names[0] if len(names) == 1 else None
 
@@ -105,7 +107,7 @@ def _validate_new_names(snaps: Iterable[Name]) -> list[str]:
         names = [decode_name(snap) for snap in snaps]
     except NameInvalid as error:
         raise SnapshotFailure([error]) from None
-    name = _only(names)
+    name = _get_only_name(names)
     if not all(_is_new_snapshot_name(each) for each in names):
         raise SnapshotFailure([NameInvalid(name)])
     if any(is_too_long(short_name_of(each)) for each in names):
@@ -135,8 +137,8 @@ def _snapshot_atomically(names: Sequence[str], options: Sequence[str]) -> None:
         return
     if errors := _find_obstacles(names) if outcome.cause in _SNAPSHOT_ERRORS else []:
         raise SnapshotFailure([outcome.explain(error) for error in errors])
-    error = error_of(outcome, names[0], "create snapshot", _SNAPSHOT_ERRORS)
-    error.name = _only(names)
+    error = make_error(outcome, names[0], "create snapshot", _SNAPSHOT_ERRORS)
+    error.name = _get_only_name(names)
     raise SnapshotFailure([error])
 
 
@@ -181,7 +183,7 @@ def lzc_destroy_snaps(snaps: Iterable[Name], defer: bool) -> None:
     if too_long_names := [name for name in names if is_too_long(short_name_of(name))]:
         raise SnapshotDestructionFailure([NameTooLong(name) for name in too_long_names])
     if len({pool_of(name) for name in names}) > 1:
-        raise SnapshotDestructionFailure([PoolsDiffer(_only(names))])
+        raise SnapshotDestructionFailure([PoolsDiffer(_get_only_name(names))])
     # The command would treat "%" and "," as a range or list of snapshots, and a name without "@" as a filesystem.
     possible_names = [name for name in names if is_snapshot_name(name) and not is_too_long(name)]
     if len(possible_names) > 1 and not defer:
@@ -235,7 +237,7 @@ def _destroy_batch(names: list[str], defer: bool) -> list[ZFSError]:
                 _check_unused(names)
             except SnapshotDestructionFailure as failure:
                 return [error if error.details else outcome.explain(error) for error in failure.errors]
-            return [error_of(outcome, names[0], "destroy snapshots")]
+            return [make_error(outcome, names[0], "destroy snapshots")]
     return [error for name in names if (error := _destroy_snapshot(name, defer))]
 
 
@@ -251,7 +253,7 @@ def _destroy_snapshot(name: str, defer: bool) -> ZFSError | None:
         Cause.HELD: SnapshotIsHeld,
         Cause.BUSY: SnapshotIsHeld,
     }
-    return error_of(outcome, name, "destroy snapshot", specific_errors)
+    return make_error(outcome, name, "destroy snapshot", specific_errors)
 
 
 @accepts_bytes

@@ -12,7 +12,7 @@ from sandbox_gateway.config import Network
 from sandbox_gateway.errors import Invalid, Unsupported
 from sandbox_gateway.hosts.jail_zfs.commands import CommandRunner
 from sandbox_gateway.hosts.jail_zfs.network.epair import Bridge
-from sandbox_gateway.hosts.jail_zfs.network.pf import build_jail_rules, require_enforceable
+from sandbox_gateway.hosts.jail_zfs.network.pf import build_jail_rules, require_enforceable_policy
 from sandbox_gateway.hosts.network_policy import METADATA_NETWORKS, build_egress_rules, list_allowed_names, name_servers
 from sandbox_gateway.records import NetworkPolicy
 
@@ -116,7 +116,7 @@ def test_names_need_a_policy_that_denies_everything_else() -> None:
 def test_jail_hosts_refuse_names() -> None:
     bridge = Bridge(CommandRunner(), name="sbxbr", prefix="sbx", subnet="10.231.0.0/16")
     policy = NetworkPolicy(allow_internet=False, allow_out=["1.1.1.1", "a.example.com"])
-    for refuse in (require_enforceable, lambda policy: build_jail_rules(bridge, bridge.epair(7), policy, [])):
+    for refuse in (require_enforceable_policy, lambda policy: build_jail_rules(bridge, bridge.epair(7), policy, [])):
         with pytest.raises(Unsupported, match=r"'a\.example\.com' is a domain name, but hosts of kind jail_zfs"):
             refuse(policy)
 

@@ -36,7 +36,7 @@ def download(request: Request, reply: Reply) -> None:
     gzip among other encodings by default. Compressing for them would cost more than it saves.
     """
     query = request.query()
-    path = _user_for(request, query).resolve_path(query.get("path", ""))
+    path = _find_request_user(request, query).resolve_path(query.get("path", ""))
     should_compress = request.headers.get("accept-encoding", "").strip().lower() == "gzip"
     with open(_open_regular_file(path), "rb", buffering=0) as file:
         file_stat = os.fstat(file.fileno())
@@ -93,7 +93,7 @@ def upload(request: Request, reply: Reply) -> None:
     ``path``, the path of each multipart file is its filename. ``X-Metadata-KEY`` headers set the metadata of all files.
     """
     query = request.query()
-    user = _user_for(request, query)
+    user = _find_request_user(request, query)
     metadata_headers = {
         name[len(_METADATA_HEADER_PREFIX) :]: value
         for name, value in request.headers.items()
@@ -149,7 +149,7 @@ def _store_file(user: users.User, path: str, pieces: Iterator[bytes], metadata: 
         with open(fd, "wb", buffering=0) as file:
             file_stat = os.fstat(fd)
             if not stat.S_ISREG(file_stat.st_mode):
-                raise _not_regular_file_error(path)
+                raise _make_not_regular_file_error(path)
             user.take_ownership(fd)
             write_metadata(fd, path, metadata)
             if file_stat.st_size:
@@ -162,7 +162,7 @@ def _store_file(user: users.User, path: str, pieces: Iterator[bytes], metadata: 
     except OSError as error:
         # ENXIO: a socket, or a pipe without a reader.
         if error.errno in (errno.EISDIR, errno.ENXIO):
-            raise _not_regular_file_error(path) from None
+            raise _make_not_regular_file_error(path) from None
         raise from_os_error(error, path) from None
     entry: dict[str, Any] = {
         "path": make_displayable(path),
@@ -174,13 +174,13 @@ def _store_file(user: users.User, path: str, pieces: Iterator[bytes], metadata: 
     return entry
 
 
-def _not_regular_file_error(path: str) -> Failure:
+def _make_not_regular_file_error(path: str) -> Failure:
     return invalid(f"{path} exists and is not a regular file")
 
 
-def _user_for(request: Request, query: dict[str, str]) -> users.User:
+def _find_request_user(request: Request, query: dict[str, str]) -> users.User:
     name = query.get("username", "")
-    return users.find_user(name) if name else users.user_of(request)
+    return users.find_user(name) if name else users.find_request_user(request)
 
 
 class _GzipReader:

@@ -110,7 +110,7 @@ def make_dir(request: Request, message: dict[str, Any]) -> dict[str, Any]:
 
     Raises Failure ``already_exists`` if the directory exists.
     """
-    user = users.user_of(request)
+    user = users.find_request_user(request)
     path = _resolve_path(request, message, "path")
     if os.path.isdir(path):
         raise Failure("already_exists", f"the directory {path} already exists")
@@ -122,7 +122,7 @@ def make_dir(request: Request, message: dict[str, Any]) -> dict[str, Any]:
 
 def move(request: Request, message: dict[str, Any]) -> dict[str, Any]:
     """Move an entry: ``{source, destination}`` → ``{entry}``. Replaces a file at the destination."""
-    user = users.user_of(request)
+    user = users.find_request_user(request)
     source, destination = _resolve_path(request, message, "source"), _resolve_path(request, message, "destination")
     os.lstat(source)
     user.make_dirs(os.path.dirname(destination))
@@ -161,4 +161,4 @@ def remove(request: Request, message: dict[str, Any]) -> dict[str, Any]:
 
 
 def _resolve_path(request: Request, message: dict[str, Any], key: str) -> str:
-    return users.user_of(request).resolve_path(get_text(message, key))
+    return users.find_request_user(request).resolve_path(get_text(message, key))

@@ -54,7 +54,7 @@ class Watch:
 
     def __init__(self, request: Request, message: dict[str, Any]) -> None:
         """Start watching: ``{path, recursive?, includeEntry?, allowNetworkMounts?}``."""
-        self._path = users.user_of(request).resolve_path(get_text(message, "path"))
+        self._path = users.find_request_user(request).resolve_path(get_text(message, "path"))
         self._recursive = message.get("recursive") is True
         self._include_entry = message.get("includeEntry") is True
         os.stat(self._path)
@@ -307,7 +307,7 @@ class Watchers:
         with self._lock:
             watcher = self._watchers.get(watcher_id)
         if watcher is None:
-            raise _not_found_error(watcher_id)
+            raise _make_not_found_error(watcher_id)
         return b'{"events":[%s]}' % b",".join(watcher.take())
 
     def remove_watcher(self, request: Request, message: dict[str, Any]) -> dict[str, Any]:
@@ -316,7 +316,7 @@ class Watchers:
         with self._lock:
             watcher = self._watchers.pop(watcher_id, None)
         if watcher is None:
-            raise _not_found_error(watcher_id)
+            raise _make_not_found_error(watcher_id)
         watcher.stop()
         return {}
 
@@ -348,7 +348,7 @@ def _is_readable(fd: int, seconds: float) -> bool:
     return bool(poll.poll(seconds * 1000 + 1))
 
 
-def _not_found_error(watcher_id: str) -> Failure:
+def _make_not_found_error(watcher_id: str) -> Failure:
     minutes = EXPIRY_SECONDS / 60
     return Failure(
         "not_found",

@@ -93,7 +93,7 @@ class Body:
 
     def __init__(self, connection: Connection, length: int | None, expects_continue: bool) -> None:
         self._connection = connection
-        self._chunked = length is None
+        self._is_chunked = length is None
         self._remaining = length or 0
         self._expects_continue = expects_continue
         self.is_finished = length == 0
@@ -105,13 +105,13 @@ class Body:
         if self._expects_continue:
             self._expects_continue = False
             self._connection.send(b"HTTP/1.1 100 Continue\r\n\r\n")
-        if self._chunked and not self._remaining and not self._begin_chunk():
+        if self._is_chunked and not self._remaining and not self._begin_chunk():
             self.is_finished = True
             return b""
         data = self._connection.take(min(limit, self._remaining))
         self._remaining -= len(data)
         if not self._remaining:
-            if self._chunked:
+            if self._is_chunked:
                 self._connection.take_until(b"\r\n", 2)
             else:
                 self.is_finished = True
@@ -131,22 +131,22 @@ class Body:
         return True
 
     def read_all(self, limit: int = MAX_JSON_BYTES) -> bytes:
-        if not self._chunked and self._remaining > limit:
-            raise _too_large_error(limit)
+        if not self._is_chunked and self._remaining > limit:
+            raise _make_too_large_error(limit)
         pieces, size = [], 0
         while not self.is_finished:
             piece = self.read()
             pieces.append(piece)
             size += len(piece)
             if size > limit:
-                raise _too_large_error(limit)
+                raise _make_too_large_error(limit)
         return pieces[0] if len(pieces) == 1 else b"".join(pieces)
 
     def skip(self) -> bool:
         """Read the rest of the body and return True if it is short and its length is known; otherwise return False."""
         if self.is_finished:
             return True
-        if self._chunked or self._expects_continue or self._remaining > PIECE_SIZE:
+        if self._is_chunked or self._expects_continue or self._remaining > PIECE_SIZE:
             return False
         while not self.is_finished:
             self.read()
@@ -162,7 +162,7 @@ class Body:
             self.read()
 
 
-def _too_large_error(limit: int) -> Failure:
+def _make_too_large_error(limit: int) -> Failure:
     message = f"the request body is larger than {limit} bytes: send a smaller body"
     return Failure("resource_exhausted", message, 413)
 
@@ -259,10 +259,10 @@ class Reply:
     def begin(self, content_type: bytes, first: bytes = b"", *, length: int | None = None, extra: bytes = b"") -> None:
         """Send the head and the first bytes of a streamed response, which is chunked unless ``length`` is set."""
         head = self._format_head(200, content_type, extra)
-        self._chunked = length is None and self._request.accepts_chunked
+        self._is_chunked = length is None and self._request.accepts_chunked
         if length is not None:
             head += b"Content-Length: %d\r\n" % length
-        elif self._chunked:
+        elif self._is_chunked:
             head += b"Transfer-Encoding: chunked\r\n"
         else:
             self._request.keep_alive = False
@@ -274,13 +274,13 @@ class Reply:
             self.connection.send(self._encode_chunk(data))
 
     def end(self, last: bytes = b"") -> None:
-        data = self._encode_chunk(last) + (b"0\r\n\r\n" if self._chunked else b"")
+        data = self._encode_chunk(last) + (b"0\r\n\r\n" if self._is_chunked else b"")
         if data:
             self.connection.send(data)
         self.is_complete = True
 
     def _encode_chunk(self, data: bytes) -> bytes:
-        if not data or not self._chunked:
+        if not data or not self._is_chunked:
             return data
         return b"%x\r\n%s\r\n" % (len(data), data)
 

@@ -78,12 +78,12 @@ class Kernel:
         self._running = False
         self._is_forked_child = False
         # While armed, an interrupt ends the user's code. It must never end the kernel's own code.
-        self._armed = False
+        self._is_armed = False
         self._signals = 0
         self._signalled_at = 0.0
         self._foreign_signals = 0
-        self._sending = False
-        self._interrupted = False
+        self._is_sending = False
+        self._was_interrupted = False
 
     def serve(self) -> None:
         """Run cells until the agent hangs up."""
@@ -99,14 +99,14 @@ class Kernel:
     def _run_cell(self, request: dict[str, Any]) -> None:
         lines: list[bytes] = []
         previous_env = {name: os.environ.get(name) for name in request["env"]}
-        self._interrupted = False
+        self._was_interrupted = False
         self._running = True
         try:
             try:
                 for name, value in [*request["changes"].items(), *request["env"].items()]:
                     _set_variable(name, value)
                 self._await_interrupts(request["interrupts"])
-                self._armed = True
+                self._is_armed = True
                 if (
                     self._signals - self._foreign_signals > request["interrupts"]
                     and self._signalled_at >= request["sent"]
@@ -115,9 +115,9 @@ class Kernel:
                 self._foreign_signals = self._signals - request["interrupts"]
                 self._run(request, lines)
             finally:
-                self._armed = False
+                self._is_armed = False
         except BaseException as error:
-            self._armed = False  # an interrupt may have arrived before the line above
+            self._is_armed = False  # an interrupt may have arrived before the line above
             lines.append(_encode_event(_describe_error(error)))
         if self._is_forked_child:
             _exit_child(lines)
@@ -207,7 +207,7 @@ class Kernel:
         _flush()
         line = _encode_event(event)
         is_main_thread = _thread.get_ident() == self._main_thread
-        self._sending = self._sending or is_main_thread
+        self._is_sending = self._is_sending or is_main_thread
         try:
             with self._lock:
                 if self._running:
@@ -216,17 +216,17 @@ class Kernel:
                         os._exit(0)
         finally:
             if is_main_thread:
-                self._sending = False
-        if is_main_thread and self._interrupted:
-            self._interrupted = False
+                self._is_sending = False
+        if is_main_thread and self._was_interrupted:
+            self._was_interrupted = False
             raise KeyboardInterrupt
 
     def handle_interrupt(self, number: int, frame: FrameType | None) -> None:
         self._signals += 1
         self._signalled_at = time.monotonic()
-        if self._armed and self._sending:
-            self._interrupted = True
-        elif self._armed:
+        if self._is_armed and self._is_sending:
+            self._was_interrupted = True
+        elif self._is_armed:
             raise KeyboardInterrupt
 
     def handle_fork(self) -> None:

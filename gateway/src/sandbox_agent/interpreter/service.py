@@ -70,7 +70,7 @@ class Interpreter:
 
     def restart(self, request: Request, reply: Reply) -> None:
         """Restart a context, and return its ``{id, language, cwd}``. A running cell ends with an error."""
-        context = self._context_of(request)
+        context = self._find_context(request)
         context.restart()
         reply.json(context.describe())
 
@@ -79,11 +79,11 @@ class Interpreter:
 
         A template that is captured afterwards contains the running kernel.
         """
-        context = self._context_of(request)
+        context = self._find_context(request)
         context.start()
         reply.json(context.describe())
 
-    def _context_of(self, request: Request) -> Context:
+    def _find_context(self, request: Request) -> Context:
         request.json()  # raises Failure if the body is invalid; it has no fields
         return self._contexts.find(request.parameter)
 

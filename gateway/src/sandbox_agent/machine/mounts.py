@@ -89,7 +89,7 @@ def _reconcile(desired_mounts: list[Mount]) -> tuple[list[str], list[str]]:
     """
     existing_mounts = [mount for mount in _load_mounts() if _is_mounted(mount)]
     obsolete_mounts = sorted(
-        (mount for mount in existing_mounts if mount not in desired_mounts), key=_depth_of, reverse=True
+        (mount for mount in existing_mounts if mount not in desired_mounts), key=_get_depth, reverse=True
     )
     new_mounts = [mount for mount in desired_mounts if mount not in existing_mounts]
     for mount in obsolete_mounts:
@@ -111,7 +111,7 @@ def _reconcile(desired_mounts: list[Mount]) -> tuple[list[str], list[str]]:
     return [mount["path"] for mount in new_mounts], [mount["path"] for mount in obsolete_mounts]
 
 
-def _depth_of(mount: Mount) -> int:
+def _get_depth(mount: Mount) -> int:
     depth: int = mount["path"].count("/")
     return depth
 

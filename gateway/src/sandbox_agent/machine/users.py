@@ -77,7 +77,7 @@ def find_user(name: str) -> User:
         raise Failure("unauthenticated", f"the user {name!r} does not exist in this sandbox") from None
 
 
-def user_of(request: Request) -> User:
+def find_request_user(request: Request) -> User:
     """Return the user named by ``Authorization: Basic base64("user:")``."""
     return find_user(_parse_basic(request.headers.get("authorization", "")))
 

@@ -41,7 +41,7 @@ class ExecHandler:
         argv = get_strings(message, "args")
         if not argv or not argv[0]:
             raise invalid("the field 'args' must contain a command")
-        user = users.find_user(get_text(message, "user")) if message.get("user") else users.user_of(request)
+        user = users.find_user(get_text(message, "user")) if message.get("user") else users.find_request_user(request)
         env = child.build_environment(user, self._default_env(), get_variables(message, "env"))
         command_run = CommandRun(
             get_bytes(message, "stdin"), get_number(message, "timeout", default=DEFAULT_TIMEOUT_SECONDS, maximum=1e6)

@@ -246,7 +246,7 @@ class ProcessTable:
         """Add a process, and start forwarding its output."""
         with self._lock:
             self._processes[process.pid] = process
-            self._forget_ended()
+            self._forget_ended_processes()
         threading.Thread(target=process.forward_output, daemon=True).start()
 
     def list_running(self) -> list[Process]:
@@ -261,7 +261,7 @@ class ProcessTable:
         selector = selector if isinstance(selector, dict) else {}
         pid, tag = selector.get("pid"), selector.get("tag")
         with self._lock:
-            self._forget_ended()
+            self._forget_ended_processes()
             matching_processes = [
                 process
                 for process in self._processes.values()
@@ -273,7 +273,7 @@ class ProcessTable:
             raise Failure("not_found", f"process {description} not found")
         return min(matching_processes, key=lambda process: bool(process.ended_at))
 
-    def _forget_ended(self) -> None:
+    def _forget_ended_processes(self) -> None:
         now = time.monotonic()
         ended_processes = sorted(
             (process.ended_at, process.pid) for process in self._processes.values() if process.ended_at

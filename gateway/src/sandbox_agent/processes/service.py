@@ -59,7 +59,7 @@ class ProcessService:
         argv = [get_text(config, "cmd"), *get_strings(config, "args")]
         if not argv[0]:
             raise invalid("the field 'process.cmd' is missing: set it to the program to run")
-        user = users.user_of(request)
+        user = users.find_request_user(request)
         envs = get_variables(config, "envs")
         cwd = get_text(config, "cwd")
         tag = get_text(message, "tag")
@@ -74,7 +74,7 @@ class ProcessService:
             user=user,
             env=child.build_environment(user, self._default_env(), envs),
             cwd=cwd,
-            size=_terminal_size(message),
+            size=_get_terminal_size(message),
             stdin=input_data is not None or message.get("stdin") is not False,
             deadline=stream.deadline,
             tag=tag,
@@ -180,7 +180,7 @@ class ProcessService:
     def update(self, request: Request, message: dict[str, Any]) -> dict[str, Any]:
         """Resize the terminal of a process. The request is ``{process: selector, pty: {size: {cols, rows}}}``."""
         process = self._table.find(message.get("process"))
-        size = _terminal_size(message)
+        size = _get_terminal_size(message)
         if size is not None:
             process.resize(*size)
         return {}
@@ -211,7 +211,7 @@ def _write_input(process: Process, message: dict[str, Any]) -> None:
     process.write(get_bytes(message, kind), terminal=kind == "pty")
 
 
-def _terminal_size(message: dict[str, Any]) -> tuple[int, int] | None:
+def _get_terminal_size(message: dict[str, Any]) -> tuple[int, int] | None:
     """Return the columns and rows in ``pty.size``; None if there is no ``pty``."""
     if not message.get("pty"):
         return None

@@ -23,13 +23,13 @@ def remove_tree(directory: Path, *, ignore_errors: bool = False) -> None:
     errors: list[OSError] = []
     with _errors_collected(errors):
         with _opened(str(directory)) as top:
-            _empty(top, errors)
+            _empty_directory(top, errors)
         directory.rmdir()
     if errors and not ignore_errors:
         raise errors[0]
 
 
-def _empty(top: int, errors: list[OSError]) -> None:
+def _empty_directory(top: int, errors: list[OSError]) -> None:
     prefix = f".removed-{secrets.token_hex(8)}-"  # Nobody can predict these names, so they are not taken.
     moved_count = 0
     pending = _remove_files(top, errors)

@@ -143,14 +143,14 @@ def describe(error: ZFSError) -> CommandError:
         related = dict.fromkeys(name for failure in failures for name in failure.related)
         return CommandError(failures[0].kind, "; ".join(failure.message for failure in failures), tuple(related))
     if isinstance(error, ZFSGenericError) and error.errno == errno.ETIMEDOUT:
-        return CommandError(Kind.TIMEOUT, f"{_prefix(error)}{error.message}: check the pool with zpool status")
+        return CommandError(Kind.TIMEOUT, f"{_make_prefix(error)}{error.message}: check the pool with zpool status")
     for classes, kind, sentence in _KINDS:
         if isinstance(error, classes):
             details = f" ({error.details})" if error.details else ""
-            return CommandError(kind, f"{_prefix(error)}{sentence}{details}", error.related)
+            return CommandError(kind, f"{_make_prefix(error)}{sentence}{details}", error.related)
     details = f": {error.details}" if error.details else ""
-    return CommandError(Kind.FAILED, f"{_prefix(error)}{error.message}{details}", error.related)
+    return CommandError(Kind.FAILED, f"{_make_prefix(error)}{error.message}{details}", error.related)
 
 
-def _prefix(error: ZFSError) -> str:
+def _make_prefix(error: ZFSError) -> str:
     return "" if error.name is None else f"{error.name!r}: "

@@ -63,7 +63,7 @@ def require_unused(snapshots: Sequence[str], alternative: str = "") -> None:
 
     ``alternative`` ends the message, such as "or pass --defer".
     """
-    held_names = list_held(snapshots)
+    held_names = list_held_snapshots(snapshots)
     if held_names:
         remedy = f"release its holds first (lzc holds, lzc release){alternative}"
         raise CommandError(Kind.IN_USE, f"{quote(held_names)} is held: {remedy}", held_names)
@@ -73,7 +73,7 @@ def require_unused(snapshots: Sequence[str], alternative: str = "") -> None:
         raise CommandError(Kind.IN_USE, f"{quote(list(clones))} has the clones {quote(related)}: {remedy}", related)
 
 
-def list_held(snapshots: Sequence[str]) -> list[str]:
+def list_held_snapshots(snapshots: Sequence[str]) -> list[str]:
     props = get_props(snapshots, ["userrefs"]) if snapshots else {}
     return [name for name in snapshots if props[name]["userrefs"].number]
 

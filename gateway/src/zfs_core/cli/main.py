@@ -20,7 +20,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         options = _parse(arguments)
         report.check = getattr(options, "check", False)
-        report.assumed = frozenset(getattr(options, "assume", ()))
+        report.assumed_names = frozenset(getattr(options, "assume", ()))
         options.function(options, report)
     except CommandError as failure:
         error = failure

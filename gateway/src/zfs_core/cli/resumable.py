@@ -6,7 +6,7 @@ from zfs_core.capabilities import detect_capabilities
 from zfs_core.causes import Cause
 from zfs_core.cli.failures import CommandError, Kind
 from zfs_core.cli.lookups import get_value
-from zfs_core.outcome import error_of
+from zfs_core.outcome import make_error
 from zfs_core.run import run
 from zfs_core.stream_format import parse_resume_token
 
@@ -23,7 +23,7 @@ def send_remainder(token: str, fd: int, seconds: float) -> None:
             [name],
         )
     if outcome.cause is not None:
-        raise error_of(outcome, name, "send")
+        raise make_error(outcome, name, "send")
 
 
 def find_sent_snapshot(token: str) -> str:

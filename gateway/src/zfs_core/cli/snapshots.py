@@ -106,16 +106,16 @@ def hold(options: Namespace, report: Report) -> None:
     report.keep(*held_names)
     for name in names:
         if name not in held_names:
-            report.change("hold", name, partial(_hold_one, name, options.tag), tag=options.tag)
+            report.change("hold", name, partial(_hold_snapshot, name, options.tag), tag=options.tag)
 
 
-def _hold_one(name: str, tag: str) -> None:
+def _hold_snapshot(name: str, tag: str) -> None:
     if lzc_hold({name: tag}):
         raise SnapshotNotFound(name)
 
 
 def _has_hold(report: Report, name: str, tag: str) -> bool:
-    return name not in report.assumed and tag in lzc_get_holds(name)
+    return name not in report.assumed_names and tag in lzc_get_holds(name)
 
 
 def release(options: Namespace, report: Report) -> None:

@@ -58,10 +58,10 @@ def send(options: Namespace, report: Report) -> None:
     elif not report.check:
         if sys.stdout.isatty():
             raise CommandError(Kind.INVALID, "standard output is a terminal: use a pipe, --file, or -- COMMAND")
-        _send_to(sys.stdout.fileno(), options)
+        _send_to_fd(sys.stdout.fileno(), options)
 
 
-def _send_to(fd: int, options: Namespace) -> None:
+def _send_to_fd(fd: int, options: Namespace) -> None:
     if options.resume_token is not None:
         send_remainder(options.resume_token, fd, options.timeout)
     else:
@@ -75,7 +75,7 @@ def _send_to_file(options: Namespace) -> None:
         fd, part = tempfile.mkstemp(prefix=".lzc-", suffix=".part", dir=path.parent)
         try:
             with os.fdopen(fd, "wb"):
-                _send_to(fd, options)
+                _send_to_fd(fd, options)
                 os.fsync(fd)
             _publish(Path(part), path)
         finally:
@@ -141,7 +141,7 @@ def _send_to_command(options: Namespace) -> dict[str, object]:
         try:
             # The receiver must see the end of the stream, so its standard input is closed before the wait.
             with receiver.stdin:
-                _send_to(receiver.stdin.fileno(), options)
+                _send_to_fd(receiver.stdin.fileno(), options)
         except ZFSError as error:
             sending_error = error
         receiver.wait(max(0.0, deadline - time.monotonic()))
@@ -157,7 +157,7 @@ def _send_to_command(options: Namespace) -> dict[str, object]:
         )
     result = _parse_result(output.read())
     if receiver.returncode != 0:
-        raise _receiver_error(options.command, receiver.returncode, result, errors.read().decode(errors="replace"))
+        raise _make_receiver_error(options.command, receiver.returncode, result, errors.read().decode(errors="replace"))
     # A receiver that has the snapshot already does not read the stream.
     if sending_error is not None and result.get("changed") is not False:
         raise sending_error
@@ -194,7 +194,7 @@ def _parse_result(output: bytes) -> dict[str, object]:
     return result if isinstance(result, dict) else {}
 
 
-def _receiver_error(command: list[str], status: int, result: dict[str, object], errors: str) -> CommandError:
+def _make_receiver_error(command: list[str], status: int, result: dict[str, object], errors: str) -> CommandError:
     error = result.get("error")
     if isinstance(error, dict):
         kind = next((kind for kind in Kind if kind.word == error.get("kind")), Kind.FAILED)
@@ -231,7 +231,7 @@ def receive(options: Namespace, report: Report) -> None:
             header, begin_record = receive_header(file.fileno())
             if report.exists(filesystem):
                 changes = [*find_receive_losses(filesystem, header, options), *changes]
-        report.change_together(changes, partial(_receive_from, file.fileno(), begin_record, options, target))
+        report.apply_changes_together(changes, partial(_receive_from_fd, file.fileno(), begin_record, options, target))
 
 
 def _find_target(options: Namespace, report: Report) -> str:
@@ -252,7 +252,7 @@ def _find_target(options: Namespace, report: Report) -> str:
     return f"{name}@{snapshot}"
 
 
-def _receive_from(fd: int, begin_record: bytes, options: Namespace, target: str) -> None:
+def _receive_from_fd(fd: int, begin_record: bytes, options: Namespace, target: str) -> None:
     """Receive a stream. ``begin_record``: its first record, if it has been read from ``fd`` already."""
     arguments = {"origin": options.origin, "props": dict(options.set), "seconds": options.timeout}
     if begin_record:

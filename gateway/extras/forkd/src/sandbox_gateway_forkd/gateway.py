@@ -102,7 +102,7 @@ class Gateway:
     ) -> list[Failure]:
         semaphore = asyncio.Semaphore(_MAX_CONCURRENT_REQUESTS)
 
-        async def call_for(sandbox: str) -> Failure | None:
+        async def send_request(sandbox: str) -> Failure | None:
             async with semaphore:
                 try:
                     await self.call(method, route.format(quote(sandbox, safe="")), body)
@@ -110,7 +110,7 @@ class Gateway:
                     return failure
             return None
 
-        return [failure for failure in await asyncio.gather(*map(call_for, sandboxes)) if failure]
+        return [failure for failure in await asyncio.gather(*map(send_request, sandboxes)) if failure]
 
 
 def _find_error_message(status: int, body: Any) -> str:

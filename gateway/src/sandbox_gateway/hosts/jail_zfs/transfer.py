@@ -55,7 +55,7 @@ def open_source(streams: SnapshotStreams, snapshot: Snapshot, directory: Path, r
     Raises GatewayError.
     """
     # If the dataset is compressed, the stream can be larger. Sending it then fails.
-    _require_room(directory, streams.measure(snapshot.id) + reserve_bytes, "export the snapshot")
+    _require_space(directory, streams.measure(snapshot.id) + reserve_bytes, "export the snapshot")
     file = _create_file(directory)
     try:
         streams.send(snapshot.id, file.fileno())
@@ -79,7 +79,7 @@ class StreamTarget:
 
     def create(self, size: int, reserve_bytes: int) -> None:
         """Create the temporary file for a stream of ``size`` bytes. Raises GatewayError."""
-        _require_room(self._directory, size + reserve_bytes, "import the snapshot")
+        _require_space(self._directory, size + reserve_bytes, "import the snapshot")
         self._file = _create_file(self._directory)
         os.ftruncate(self._file.fileno(), size)
 
@@ -88,7 +88,7 @@ class StreamTarget:
         try:
             write_all(self._file.fileno(), data, offset)
         except OSError as error:
-            raise _no_room_error(self._directory, "import the snapshot") from error
+            raise _make_no_space_error(self._directory, "import the snapshot") from error
 
     async def commit(self) -> None:
         self._snapshot.host = {"zfsSnapshot": self._streams.full_name(self._snapshot)}
@@ -111,12 +111,12 @@ def _create_file(directory: Path) -> BinaryIO:
     return tempfile.TemporaryFile(dir=directory, prefix="stream-")
 
 
-def _require_room(directory: Path, size: int, action: str) -> None:
+def _require_space(directory: Path, size: int, action: str) -> None:
     if shutil.disk_usage(directory).free < size:
-        raise _no_room_error(directory, action)
+        raise _make_no_space_error(directory, action)
 
 
-def _no_room_error(directory: Path, action: str) -> NoSpace:
+def _make_no_space_error(directory: Path, action: str) -> NoSpace:
     return NoSpace(
         f"there is not enough space in {directory} to {action}: the whole stream is stored there first. Free some "
         "space there"

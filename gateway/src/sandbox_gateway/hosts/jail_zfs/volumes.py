@@ -92,7 +92,7 @@ class JailVolumes:
     # -- capture with a sandbox -------------------------------------------------------------------------------------
 
     @contextlib.asynccontextmanager
-    async def paused_writers(self, sandbox: Sandbox, volumes: Sequence[VolumeSnapshot]) -> AsyncIterator[None]:
+    async def writers_paused(self, sandbox: Sandbox, volumes: Sequence[VolumeSnapshot]) -> AsyncIterator[None]:
         """Ensure that all snapshots taken inside this context represent the same point in time.
 
         If ZFS cannot take several snapshots atomically on this host, stops the jails that write to the sandbox or the

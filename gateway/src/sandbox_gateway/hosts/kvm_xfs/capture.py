@@ -119,11 +119,11 @@ class Capture:
         # Flush now, because the reflink in the last stop waits until all data has been written.
         os.fdatasync(self._image)
         os.fsync(self._disk)
-        return count_bytes(tracking.list_since_last_take(self._ram))
+        return count_bytes(tracking.list_pages_since_last_take(self._ram))
 
     async def _take_pages(self, tracking: WriteTracking) -> Runs:
         only_new, self._rounds = self._rounds > 0, self._rounds + 1
-        if tracking.can_take_while_running:
+        if tracking.can_take_marks_while_running:
             runs = await asyncio.to_thread(tracking.take, self._ram, only_new=only_new)
             async with self._stopped():
                 return runs

@@ -16,14 +16,14 @@ from sandbox_gateway.hosts.tree_removal import remove_tree
 PARTIAL_PREFIX = ".partial-"
 
 
-def partial_of(final: Path) -> Path:
+def get_partial_directory(final: Path) -> Path:
     """Return the directory in which ``final`` is created."""
     return final.with_name(PARTIAL_PREFIX + final.name)
 
 
 def commit(final: Path, *, durable: bool = True) -> None:
     """Rename the partial directory of ``final`` into place. ``durable``: see ``record_files.write_record``."""
-    partial = partial_of(final)
+    partial = get_partial_directory(final)
     if durable:
         sync_directory(partial)
     partial.rename(final)
@@ -33,7 +33,7 @@ def commit(final: Path, *, durable: bool = True) -> None:
 
 def undo(final: Path) -> None:
     """Remove ``final``, whether it is committed or not."""
-    partial = partial_of(final)
+    partial = get_partial_directory(final)
     if partial.exists():
         remove_tree(partial, ignore_errors=True)
     else:  # The rename succeeded, but a later step failed.
@@ -44,7 +44,7 @@ def remove(directory: Path) -> None:
     """Remove a directory if it exists. If the process crashes before the end, the next sweep removes the rest."""
     if not directory.exists():
         return
-    partial = partial_of(directory) if not directory.name.startswith(PARTIAL_PREFIX) else directory
+    partial = get_partial_directory(directory) if not directory.name.startswith(PARTIAL_PREFIX) else directory
     if partial != directory:
         directory.rename(partial)
     remove_tree(partial)
@@ -52,7 +52,7 @@ def remove(directory: Path) -> None:
 
 def remove_durably(directory: Path) -> None:
     """Durably remove a directory, if it exists, with one rename. Its files may remain until the next sweep."""
-    partial = partial_of(directory)
+    partial = get_partial_directory(directory)
     try:
         directory.rename(partial)
     except FileNotFoundError:
@@ -64,7 +64,7 @@ def remove_durably(directory: Path) -> None:
 def sweep(parent: Path) -> list[str]:
     """Remove uncommitted entries in ``parent`` and its subdirectories, and return their names."""
     names = []
-    for entry in _find_partial(parent):
+    for entry in _find_partial_entries(parent):
         if entry.is_dir():
             remove_tree(entry)
         else:
@@ -73,7 +73,7 @@ def sweep(parent: Path) -> list[str]:
     return names
 
 
-def _find_partial(parent: Path) -> list[Path]:
+def _find_partial_entries(parent: Path) -> list[Path]:
     """Return the uncommitted entries in ``parent`` and its subdirectories."""
     partial_entries, subdirectories = [], []
     with os.scandir(parent) as entries:

@@ -208,10 +208,10 @@ class KvmXfsHost:
     ) -> Snapshot:
         machine = self._machines.require_running(sandbox).machine
         files = self._layout.instance(sandbox)
-        tracking = self._write_tracking.get(machine, _boot_image_check(sandbox)) if memory else None
+        tracking = self._write_tracking.get(machine, _get_boot_image_check(sandbox)) if memory else None
         location = "the state file system"
-        if memory and (memory_directory := await asyncio.to_thread(self._directory_for_capture, files)):
-            memory_directory.record_in(snapshot)
+        if memory and (memory_directory := await asyncio.to_thread(self._find_capture_directory, files)):
+            memory_directory.record_location(snapshot)
             location += f" or in the memory root {memory_directory.root}"
         capture = Capture(machine, files, self._snapshots.partial_files(snapshot), tracking)
         with translated_os_errors(location):
@@ -239,9 +239,9 @@ class KvmXfsHost:
             self._background.start(asyncio.to_thread(self._snapshots.sync, snapshot))
         return snapshot
 
-    def _directory_for_capture(self, files: InstanceFiles) -> MemoryDirectory | None:
+    def _find_capture_directory(self, files: InstanceFiles) -> MemoryDirectory | None:
         memory_roots.require_held_image(files.memory)
-        return self._memory_roots.directory_for_capture()
+        return self._memory_roots.find_capture_directory()
 
     def _report_degraded_mode(self, reason: str, mode: MemoryMode) -> None:
         """Log a warning that captures do not use the best memory mode, once per reason."""
@@ -279,9 +279,9 @@ class KvmXfsHost:
         self, snapshot: Snapshot, sizes: Mapping[SnapshotPart, int], *, line: bool
     ) -> SnapshotTarget:
         if snapshot.memory is not MemoryMode.NONE and (
-            memory_directory := await asyncio.to_thread(self._memory_roots.directory_for_capture)
+            memory_directory := await asyncio.to_thread(self._memory_roots.find_capture_directory)
         ):
-            memory_directory.record_in(snapshot)
+            memory_directory.record_location(snapshot)
         target = transfer.SnapshotFileTarget(self._snapshots, snapshot, asdict(self.platform), line=line)
         try:
             await finish_despite_cancellation(asyncio.to_thread(target.create, sizes))
@@ -355,7 +355,7 @@ class KvmXfsHost:
     async def has_diverged(self, sandbox: Sandbox, head: Snapshot) -> bool:
         disk, head_disk = self._layout.instance(sandbox).disk, self._snapshots.files(head).disk
         with _removal_explained(sandbox):
-            return not await asyncio.to_thread(reflink.has_same_extents, disk, head_disk)
+            return not await asyncio.to_thread(reflink.have_same_extents, disk, head_disk)
 
     async def usage(self, sandbox: Sandbox) -> Usage:
         with _removal_explained(sandbox):
@@ -436,7 +436,7 @@ def _read_room(root: Path, memory_roots: MemoryRoots) -> Room:
     return Room(disk_free, disk_total, memory_free, memory_total, memory_roots.disk())
 
 
-def _boot_image_check(sandbox: Sandbox) -> ImageCheck | None:
+def _get_boot_image_check(sandbox: Sandbox) -> ImageCheck | None:
     """Return the check data of the memory image from which the sandbox's machine was started, or None."""
     check_data = sandbox.host.get("image")
     return None if check_data is None else ImageCheck.model_validate(check_data)

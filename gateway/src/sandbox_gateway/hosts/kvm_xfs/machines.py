@@ -25,7 +25,7 @@ from sandbox_gateway.hosts.kvm_xfs.network.slots import SlotPool
 from sandbox_gateway.hosts.kvm_xfs.process_checks import send_signal, wait_until_ended
 from sandbox_gateway.hosts.kvm_xfs.qemu.command_line import MachineSpec, Platform
 from sandbox_gateway.hosts.kvm_xfs.qemu.machine import Machine
-from sandbox_gateway.hosts.kvm_xfs.qemu.processes import MachineProcess, list_running
+from sandbox_gateway.hosts.kvm_xfs.qemu.processes import MachineProcess, list_running_processes
 from sandbox_gateway.hosts.kvm_xfs.volumes.kvm_volumes import KvmVolumes
 from sandbox_gateway.log import Logger
 from sandbox_gateway.records import Sandbox, Snapshot
@@ -122,12 +122,12 @@ class Machines:
         sandboxes = {sandbox.instance: sandbox for sandbox in scan.sandboxes}
         known_processes: dict[str, tuple[MachineProcess, int]] = {}
         deadline = time.monotonic() + _DISK_TIMEOUT_SECONDS
-        for process in list_running(self._layout.sandboxes, self._config.network.prefix):
+        for process in list_running_processes(self._layout.sandboxes, self._config.network.prefix):
             sandbox = sandboxes.get(process.instance)
             if (
                 sandbox is None
                 or process.instance in known_processes
-                or not await _is_machine_of(process, self._layout.instance(sandbox), deadline)
+                or not await _has_opened_disk(process, self._layout.instance(sandbox), deadline)
             ):
                 if process.slot_number is None:
                     os.close(process.pidfd)
@@ -284,7 +284,7 @@ class Machines:
             await asyncio.sleep(_OLD_LOG_INTERVAL_SECONDS)
 
 
-async def _is_machine_of(process: MachineProcess, files: InstanceFiles, deadline: float) -> bool:
+async def _has_opened_disk(process: MachineProcess, files: InstanceFiles, deadline: float) -> bool:
     """Return whether a process is the machine of ``files``, because it has opened their disk.
 
     Its command line does not prove this: a guest that controls QEMU can change it, but cannot open another disk. If the

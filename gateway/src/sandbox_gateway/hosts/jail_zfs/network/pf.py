@@ -38,7 +38,7 @@ def build_bridge_rules(bridge: Bridge, egress: str) -> str:
     return f"{nat_rule}block drop on {bridge.name} all\n"
 
 
-def require_enforceable(policy: NetworkPolicy) -> None:
+def require_enforceable_policy(policy: NetworkPolicy) -> None:
     """Raise Invalid if the policy contains a malformed address, and Unsupported if it contains a domain name."""
     build_egress_rules(policy, [])
     if names := list_allowed_names(policy):
@@ -49,8 +49,8 @@ def require_enforceable(policy: NetworkPolicy) -> None:
 
 
 def build_jail_rules(bridge: Bridge, epair: Epair, policy: NetworkPolicy, dns: Sequence[str]) -> str:
-    """Return the rules of one jail. Raises the same errors as ``require_enforceable``."""
-    require_enforceable(policy)
+    """Return the rules of one jail. Raises the same errors as ``require_enforceable_policy``."""
+    require_enforceable_policy(policy)
     scope = f"quick on {epair.outer} inet"
     # "global" counts the states of all rules together. The count is by address, so reloading does not reset it.
     state = f"keep state (source-track global, max-src-states {MAX_CONNECTIONS})"

@@ -41,7 +41,7 @@ class Marks:
         if props.get(QUARANTINE_PROPERTY) != text:
             self.pending_marks[name] = text
 
-    def note_readable(self, name: str, props: Mapping[str, str]) -> None:
+    def note_readable_record(self, name: str, props: Mapping[str, str]) -> None:
         """Note that the record of a dataset or snapshot can be read."""
         if QUARANTINE_PROPERTY in props:
             self.recovered_names.append(name)

@@ -40,7 +40,7 @@ class PropertyStore:
         with self._lock:
             self._generations |= generations
 
-    def note_multipart(self, name: str) -> None:
+    def note_multipart_name(self, name: str) -> None:
         with self._lock:
             self._multipart_names.add(name)
 
@@ -57,7 +57,7 @@ class PropertyStore:
         props = encode(record, generation, secret_file)
         for prop, value in props.items():
             self._ballast.run_even_if_full(partial(zfs_core.lzc_set_prop, name, prop, value))
-        self._secret_files.remove_superseded(record.id)
+        self._secret_files.remove_superseded_files(record.id)
         if name in self._multipart_names:
             self._remove_stale_parts(name)
         if len(props) > 1:

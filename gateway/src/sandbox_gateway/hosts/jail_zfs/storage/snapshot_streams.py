@@ -78,7 +78,7 @@ class SnapshotStreams:
             raise
         with self._root.index_lock:
             self._names.add({record.id: name})
-            self._records.note_multipart(name)
+            self._records.note_multipart_name(name)
 
     @translate_errors
     def discard(self, record: Snapshot) -> None:

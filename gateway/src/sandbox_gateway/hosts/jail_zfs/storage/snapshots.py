@@ -82,7 +82,7 @@ class SnapshotStorage:
             self._names.add({record.id: name})
             self._records.add_generations({record.id: 1})
             if len(props) > 1:
-                self._records.note_multipart(name)
+                self._records.note_multipart_name(name)
 
     @translate_errors
     def save(self, record: Snapshot) -> None:

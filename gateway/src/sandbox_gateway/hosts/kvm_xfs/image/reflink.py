@@ -16,7 +16,7 @@ from itertools import zip_longest
 from pathlib import Path
 
 from sandbox_gateway.errors import BackendFailed, NoSpace, Unsupported
-from sandbox_gateway.hosts.kvm_xfs.os_errors import is_out_of_space, no_space_error
+from sandbox_gateway.hosts.kvm_xfs.os_errors import is_out_of_space, make_no_space_error
 
 _FICLONE = 0x40049409
 _FS_IOC_FIEMAP = 0xC020660B
@@ -152,7 +152,7 @@ def count_unique_bytes(path: Path) -> int:
     return sum(extent.length for extent in walk_extents(path) if not extent.is_shared)
 
 
-def has_same_extents(one: Path, other: Path) -> bool:
+def have_same_extents(one: Path, other: Path) -> bool:
     """Return whether two files consist of the same blocks.
 
     If they do, their contents are equal. If they do not, one of them has been written to.
@@ -195,7 +195,7 @@ def require_reflinks(directory: Path) -> None:
 
 def _translate_error(error: OSError) -> NoSpace | Unsupported | BackendFailed:
     if is_out_of_space(error):
-        return no_space_error()
+        return make_no_space_error()
     if error.errno in _UNSUPPORTED_ERRNOS:
         return Unsupported(
             f"this file system cannot share blocks between files ({error.strerror}): put the state root on an "

@@ -222,7 +222,7 @@ def _build_outside_rules(policy: NetworkPolicy, dns: Sequence[str], subnet: ipad
     connection_mark = f"{1 + secrets.randbelow(0xFFFFFFFF):#x}"
     rules = [f"ip daddr {subnet} {_REJECT}"]
     for rule in build_egress_rules(policy, dns):
-        if rule.to_names:
+        if rule.matches_allowed_names:
             rules.append(f"ct mark {connection_mark} accept")
             rules.append(f"ip daddr @{_NAME_ADDRESSES} ct mark set {connection_mark} accept")
             continue

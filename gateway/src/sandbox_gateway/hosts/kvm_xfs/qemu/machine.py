@@ -21,14 +21,14 @@ from sandbox_gateway.hosts.kvm_xfs.bounded_log import (
     clear_append_flag,
     create_log,
     open_for_writing,
-    open_log_of,
+    open_process_log,
     read_log,
 )
 from sandbox_gateway.hosts.kvm_xfs.image.layout import InstanceFiles
 from sandbox_gateway.hosts.kvm_xfs.process_checks import send_signal
 from sandbox_gateway.hosts.kvm_xfs.qemu.command_line import MachineSpec, build_arguments
 from sandbox_gateway.hosts.kvm_xfs.qemu.processes import start_in_namespace
-from sandbox_gateway.hosts.kvm_xfs.qemu.sockets import connect_to, listen_at
+from sandbox_gateway.hosts.kvm_xfs.qemu.sockets import connect_to_path, listen_on_path
 from sandbox_gateway.log import Logger
 from sandbox_gateway.tasks import clean_up, finish_despite_cancellation
 
@@ -77,7 +77,7 @@ class Machine:
         self._log = log
         if log < 0:
             with contextlib.suppress(OSError):
-                self._log = open_log_of(pid, files.directory)
+                self._log = open_process_log(pid, files.directory)
         self._final_log = ""
         """The tail of the log, saved when the machine ends."""
         self._console_log = console_log
@@ -113,7 +113,7 @@ class Machine:
             try:
                 stack.enter_context(qemu_line)
                 listener = stack.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC))
-                listen_at(listener, files.qmp)
+                listen_on_path(listener, files.qmp)
                 descriptors = {"qmp_fd": listener.fileno(), "line_fd": qemu_line.fileno()}
                 if state:
                     descriptors["state_fd"] = stack.enter_context(state.open("rb")).fileno()
@@ -300,7 +300,7 @@ class Machine:
                 # The client would store every event, and a guest can cause events, for example by setting its clock.
                 client.events.event_filter = _reject_event
                 try:
-                    connection = connect_to(self.files.qmp)
+                    connection = connect_to_path(self.files.qmp)
                 except BlockingIOError:
                     raise Timeout("QEMU has not accepted several connections: its process hangs") from None
                 # connect() accepts a path of at most 107 bytes, or a connected socket.

@@ -171,7 +171,7 @@ class KvmVolumes:
                     await self._restore(share)
                     raise
                 finally:
-                    await asyncio.to_thread(self._store.remove_staged, volume.id)
+                    await asyncio.to_thread(self._store.remove_staged_files, volume.id)
 
     async def _restore(self, share: _Share) -> None:
         """Restore the old image and its clients after a failed rollback."""

@@ -191,13 +191,13 @@ def _mount_image(image_fd: int, device_path: str, target: str) -> None:
     options = "errors=remount-ro,discard,noinit_itable"
     _mount(device_path, target, "ext4", _MS_NOSUID | _MS_NODEV | _MS_NOEXEC | _MS_NOATIME, options)
     block_count = os.fstat(image_fd).st_size // BLOCK_BYTES
-    if block_counts(image_fd)[0] < block_count:
+    if read_block_counts(image_fd)[0] < block_count:
         mount_fd = os.open(target, os.O_RDONLY | os.O_DIRECTORY)
         fcntl.ioctl(mount_fd, EXT4_IOC_RESIZE_FS, struct.pack("=Q", block_count))
         os.close(mount_fd)
 
 
-def block_counts(image_fd: int) -> tuple[int, int]:
+def read_block_counts(image_fd: int) -> tuple[int, int]:
     """Read the numbers of total and used blocks from the superblock of the ext4 file system in an image."""
     superblock = os.pread(image_fd, 1024, 1024)
     low, _, free_low = struct.unpack_from("<3I", superblock, 0x4)

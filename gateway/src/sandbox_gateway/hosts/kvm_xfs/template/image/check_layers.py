@@ -152,7 +152,7 @@ def read_members(reader: _CountingReader) -> Iterator[tarfile.TarInfo]:
                 raise ValueError("several extended headers of the same type")
             extended[member.type] = _read_extended_header(reader, member.size)
             continue
-        _apply(extended, member)
+        _apply_extended_headers(extended, member)
         extended = {}
         yield member
         if member.isreg():
@@ -231,7 +231,7 @@ def _read_extended_header(reader: _CountingReader, size: int) -> bytes:
     return data[:size]
 
 
-def _apply(extended: dict[bytes, bytes], member: tarfile.TarInfo) -> None:
+def _apply_extended_headers(extended: dict[bytes, bytes], member: tarfile.TarInfo) -> None:
     records = _parse_pax(extended.get(_PAX_TYPE, b""))
     for key, value in records.items():
         if key in ("path", "linkpath", "uname", "gname") and b"\0" in value:
