@@ -41,7 +41,7 @@ class Capabilities:
     send_options: bool
     """`zfs send` has the options for features of streams (`-e`, `-L`, `-c`, `-w`), sizes (`-n`) and tokens (`-t`)."""
     bookmarks: bool
-    """`zfs bookmark` exists, and `zfs destroy -nvp FIRST%LAST` calculates the space of a range of snapshots."""
+    """`zfs bookmark` exists, and `zfs destroy -nvp FIRST%LAST` calculates the space used by a range of snapshots."""
     pool_commands: bool
     """`zpool sync`, `zpool reopen`, `zpool checkpoint` and `zfs program` exist."""
     encryption: bool

@@ -185,7 +185,7 @@ def lzc_promote(name: Name) -> None:
 
 
 def _would_be_too_long(target: str) -> bool:
-    """Return whether a snapshot of the clone's origin would have a too long name after the promotion."""
+    """Return whether a snapshot of the clone's origin would have a name that is too long after the promotion."""
     origin = get_props([target], ["origin"])[target]["origin"].value
     snapshots = list_snapshots(filesystem_of(origin)) if "@" in origin else []
     return any(is_too_long(f"{target}@{short_name_of(snapshot)}") for snapshot in snapshots)

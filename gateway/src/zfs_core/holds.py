@@ -45,13 +45,13 @@ _HOLD_PROPERTY_PREFIX = "pyzfs:hold."
 def lzc_hold(holds: Mapping[str, Name] | Mapping[bytes, Name], fd: int | None = None) -> list[str]:
     """Place the holds in ``{snapshot: tag}``, all in one pool. Returns the snapshots that do not exist.
 
-    ``fd``: a descriptor of ``/dev/zfs`` that is open for reading. The holds are released when it is closed, also if the
+    ``fd``: a descriptor of ``/dev/zfs`` that is open for reading. The holds are released when it is closed, even if the
     process is killed after this function has returned. As the command cannot do that, another process waits for it, so
-    the holds stay if that process is killed, too, or the machine crashes. This only works on Linux; on other systems,
-    NotImplementedError is raised.
+    the holds remain if that process is also killed, or if the machine crashes. This only works on Linux; on other
+    systems, NotImplementedError is raised.
 
     If a hold fails, places none and raises HoldFailure, whose ``errors`` are HoldExists, NameInvalid, NameTooLong or
-    PoolsDiffer. Raises BadHoldCleanupFD for another ``fd``. If ZFS cannot list holds, each hold is also recorded in a
+    PoolsDiffer. Raises BadHoldCleanupFD for any other ``fd``. If ZFS cannot list holds, each hold is also recorded in a
     user property. Command: ``zfs hold TAG SNAP`` for each.
     """
     if fd is not None:

@@ -107,7 +107,7 @@ def lzc_channel_program(
     memlimit: int = ZCP_DEFAULT_MEMLIMIT,
     params: Sequence[Name] | None = None,
 ) -> Any:
-    """Run a program in Lua, which changes a pool atomically. Returns what the program returns, or None.
+    """Run a Lua program, which changes a pool atomically. Returns what the program returns, or None.
 
     ``params``: text, which the program finds in ``(...)["argv"]``.
 
@@ -125,7 +125,7 @@ def lzc_channel_program_nosync(
     memlimit: int = ZCP_DEFAULT_MEMLIMIT,
     params: Sequence[Name] | None = None,
 ) -> Any:
-    """Run a program in Lua, which cannot change the pool. Otherwise the same as ``lzc_channel_program``.
+    """Run a Lua program, which cannot change the pool. Otherwise the same as ``lzc_channel_program``.
 
     Command: ``zfs program -n -j -t LIMIT -m LIMIT -- POOLNAME -``.
     """

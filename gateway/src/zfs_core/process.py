@@ -55,7 +55,7 @@ def execute(
     ``program`` may also be ``zpool``.
 
     Raises only errors that no caller can handle: ZFSInitializationFailed, SuspendedPool, ReadOnlyPool,
-    ZFSGenericError(ETIMEDOUT), and ZFSGenericError with another number if the command could not be started. ``name``:
+    ZFSGenericError(ETIMEDOUT), and ZFSGenericError with another errno if the command could not be started. ``name``:
     the dataset that the error messages mention.
     """
     seconds = TIMEOUT_SECONDS if seconds is None else seconds
@@ -83,7 +83,7 @@ def read_first_bytes(*args: str, count: int, seconds: float | None = None) -> tu
 
 
 def _start(argv: list[str], stdin: int | None, stdout: int | None, name: str | None) -> subprocess.Popen[bytes]:
-    """Start a command. Raises ZFSInitializationFailed, or ZFSGenericError with the number of the system's error."""
+    """Start a command. Raises ZFSInitializationFailed, or ZFSGenericError with the errno of the system call."""
     try:
         return subprocess.Popen(
             argv,
@@ -140,7 +140,7 @@ def _list_inherited_fds() -> list[int]:
 
 
 def _build_environment() -> dict[str, str]:
-    """Return the environment of a command. It contains no other variables, because these may contain secrets."""
+    """Return the environment of a command. It omits all other variables, because they may contain secrets."""
     return {"PATH": f"{os.environ.get('PATH', '')}:{_EXTRA_PATH}".lstrip(":"), "LC_ALL": "C"}
 
 
@@ -156,9 +156,9 @@ def _read(process: subprocess.Popen[bytes], count: int, deadline: float) -> byte
         while len(data) < count:
             if not selector.select(max(0.0, deadline - time.monotonic())):
                 raise subprocess.TimeoutExpired(process.args, 0.0)
-            if not (more := os.read(process.stdout.fileno(), count - len(data))):
+            if not (chunk := os.read(process.stdout.fileno(), count - len(data))):
                 break
-            data += more
+            data += chunk
     return data
 
 

@@ -18,7 +18,7 @@ from zfs_core.run import run
 
 @accepts_bytes
 def lzc_set_props(name: Name, prop: Name, val: Value) -> None:
-    """Set one property atomically. A snapshot only has user properties.
+    """Set one property atomically. A snapshot can only have user properties.
 
     Raises QuotaExceeded for a quota below the space in use. Also raises PropertyInvalid, DatasetNotFound, NoSpace.
     Command: ``zfs set PROP=VAL NAME``.

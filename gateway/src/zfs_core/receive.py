@@ -130,8 +130,8 @@ def receive_header(fd: int) -> tuple[dict[str, Any], bytes]:
     """
     data = b""
     try:
-        while len(data) < RECORD_BYTES and (more := os.read(fd, RECORD_BYTES - len(data))):
-            data += more
+        while len(data) < RECORD_BYTES and (chunk := os.read(fd, RECORD_BYTES - len(data))):
+            data += chunk
     except (OSError, OverflowError) as error:
         raise StreamIOError(getattr(error, "errno", None) or errno.EBADF) from None
     record = parse_begin_record(data)
@@ -188,7 +188,7 @@ def lzc_receive_one(
 ) -> tuple[int, int]:
     """Receive a stream whose begin record ``receive_header`` has read. Returns ``(bytes read, action_handle)``.
 
-    ``cleanup_fd`` and ``action_handle`` belong to deduplicated streams, which OpenZFS has not received since 2.0, so
+    ``cleanup_fd`` and ``action_handle`` belong to deduplicated streams, which OpenZFS has not supported since 2.0, so
     they have no effect. Otherwise the same as ``lzc_receive_with_header``.
     """
     request = _make_request(snapname, fd, force, origin, props, begin_record, resumable, seconds=seconds)
@@ -357,12 +357,12 @@ def _check_destination(request: _Request) -> None:
     if record is not None and record.is_package:
         raise BadStream().with_details("the stream is a package: receive it with `zfs receive`")
     if filesystem in types and is_clone and not is_resuming:
-        raise BadStream().with_details(f"a clone cannot be received into {filesystem}, which exists")
+        raise BadStream().with_details(f"a clone cannot be received into {filesystem}: it already exists")
     if request.target in types:
         raise DatasetExists(request.target)
     if filesystem not in types:
         if is_clone and not origins:
-            raise BadStream().with_details("the stream is that of a clone: pass its origin")
+            raise BadStream().with_details("the stream contains a clone: pass its origin")
         is_incremental = record is not None and record.from_guid != 0 and not is_clone
         if (origins and request.origin not in types) or is_incremental:
             raise DatasetNotFound(request.target)
@@ -405,13 +405,13 @@ def _open_stream(request: _Request) -> Iterator[tuple[int, Callable[[], int]]]:
         start = _get_position(request.fd)
         yield request.fd, lambda: _get_position(request.fd) - start
         return
-    before, after = request.begin_data, b""
+    prefix, suffix = request.begin_data, b""
     if request.props:
         if request.begin_record is None:
-            before, request.begin_record = _read_begin_record(request.fd)
-        package_start, after = make_package(request.begin_record, request.props)
-        before = package_start + before
-    copier = _Copier(request.fd, before, after)
+            prefix, request.begin_record = _read_begin_record(request.fd)
+        package_start, suffix = make_package(request.begin_record, request.props)
+        prefix = package_start + prefix
+    copier = _Copier(request.fd, prefix, suffix)
     copier.start()
     try:
         yield copier.read_fd, lambda: copier.byte_count
@@ -456,9 +456,9 @@ class _Copier(threading.Thread):
     It never waits in a system call that only the source or the command can end, so that ``stop`` always ends it.
     """
 
-    def __init__(self, source_fd: int, before: bytes, after: bytes) -> None:
+    def __init__(self, source_fd: int, prefix: bytes, suffix: bytes) -> None:
         super().__init__(name="zfs receive", daemon=True)
-        self._source_fd, self._before, self._after = os.dup(source_fd), before, after
+        self._source_fd, self._prefix, self._suffix = os.dup(source_fd), prefix, suffix
         self.byte_count = 0
         self.read_fd, self._write_fd = os.pipe()
         os.set_blocking(self._write_fd, False)
@@ -466,11 +466,11 @@ class _Copier(threading.Thread):
 
     def run(self) -> None:
         try:
-            self._write(self._before)
+            self._write(self._prefix)
             while self._wait(self._source_fd, select.POLLIN) and (data := os.read(self._source_fd, _CHUNK_BYTES)):
                 self.byte_count += len(data)
                 self._write(data)
-            self._write(self._after)
+            self._write(self._suffix)
         except OSError:
             pass  # The command has ended, and reports why.
         finally:

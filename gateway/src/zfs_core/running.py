@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 class RunningCommand:
     """A command that is running, or that was killed and has not exited yet because it hangs in the kernel.
 
-    Also a command that has not been started yet, because it waits for another one. ``command`` says so.
+    It may also be a command that has not been started yet because it waits for another one; ``command`` then says so.
 
     ``command``: the program and its subcommand. ``started_at``: in seconds since 1970. ``timeout_seconds``: the time
     after which it is killed. ``thread``: the identifier of the thread that waits for it.

@@ -59,8 +59,8 @@ def lzc_send(
 ) -> None:
     """Write the stream of a snapshot, or of the changes since ``fromsnap``, to the file descriptor ``fd``.
 
-    ``fromsnap`` may be a bookmark. ``snapname`` may be a filesystem that is not mounted or read-only, whose current
-    state is sent. ``flags``: ``embedded_data``, ``large_blocks``, ``compress``, ``raw``.
+    ``fromsnap`` may be a bookmark. ``snapname`` may be a filesystem that is unmounted or read-only, whose current
+    state is then sent. ``flags``: ``embedded_data``, ``large_blocks``, ``compress``, ``raw``.
 
     Raises SnapshotNotFound, SnapshotMismatch, PoolsDiffer, NameInvalid, NameTooLong, UnknownStreamFeature, and
     StreamIOError if nothing can be written to ``fd``. Raises FeatureNotSupported if this version of ZFS has no flags.
@@ -167,7 +167,7 @@ def _validate_output(fd: int) -> None:
 
 
 def _make_send_error(outcome: Outcome, target: str, source: str | None, action: str) -> ZFSError:
-    """Return the exception for a failed command, whose message only some versions of ZFS make specific."""
+    """Return the exception for a failed command. Only some versions of ZFS print a specific message."""
     if outcome.cause is Cause.BROKEN_PIPE:
         return outcome.explain(StreamIOError(errno.EPIPE))
     names = [target] if source is None else [target, source]

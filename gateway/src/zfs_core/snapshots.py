@@ -175,8 +175,8 @@ def lzc_destroy_snaps(snaps: Iterable[Name], defer: bool) -> None:
 
     With ``defer``, ZFS destroys a cloned or held snapshot with its last clone or hold. Without it, if one snapshot is
     cloned or held, none is destroyed and SnapshotDestructionFailure is raised. Its ``errors`` are SnapshotIsCloned
-    (``related``: the clones), SnapshotIsHeld, NameTooLong, PoolsDiffer or PoolNotFound. If one is cloned or held just
-    now, those of other filesystems may already be destroyed. Command: ``zfs destroy SNAP,SHORTNAME`` for each
+    (``related``: the clones), SnapshotIsHeld, NameTooLong, PoolsDiffer or PoolNotFound. If one is cloned or held in
+    the meantime, those of other filesystems may already be destroyed. Command: ``zfs destroy SNAP,SHORTNAME`` for each
     filesystem.
     """
     names = [decode_name(snap) for snap in snaps]
@@ -226,8 +226,8 @@ def _destroy_by_filesystem(names: Iterable[str], defer: bool) -> list[ZFSError]:
 def _destroy_batch(names: list[str], defer: bool) -> list[ZFSError]:
     """Destroy snapshots of one filesystem with one command, which destroys all of them or none."""
     if len(names) > 1:
-        others = [short_name_of(name) for name in names[1:]]
-        outcome = run("destroy", *(["-d"] if defer else []), ",".join([names[0], *others]), name=names[0])
+        other_short_names = [short_name_of(name) for name in names[1:]]
+        outcome = run("destroy", *(["-d"] if defer else []), ",".join([names[0], *other_short_names]), name=names[0])
         if outcome.cause is None:
             return []
         if outcome.cause in (Cause.MISSING, Cause.NO_POOL):  # None of them exists.
@@ -296,18 +296,20 @@ def lzc_snaprange_space(firstsnap: Name, lastsnap: Name) -> int:
     earlier snapshot of the same filesystem, or the same snapshot. Command: ``zfs destroy -d -n -v -p FIRST%LAST``.
     """
     if not detect_capabilities().bookmarks:
-        raise NotImplementedError("lzc_snaprange_space: this version of ZFS cannot calculate the space of snapshots")
-    first, last = validate_snapshot_name(firstsnap), validate_snapshot_name(lastsnap)
-    if pool_of(first) != pool_of(last):
-        raise PoolsDiffer(last)
-    if len(find_types([first, last])) < len({first, last}):
-        raise SnapshotNotFound(last)
-    snapshots = list_snapshots(filesystem_of(last))
-    if first not in snapshots or snapshots.index(first) > snapshots.index(last):
-        raise SnapshotMismatch(last)
-    outcome = run("destroy", "-d", "-n", "-v", "-p", f"{first}%{short_name_of(last)}", name=last)
-    text = check(outcome, last, "calculate space used by range of snapshots").output
+        raise NotImplementedError(
+            "lzc_snaprange_space: this version of ZFS cannot calculate the space used by snapshots"
+        )
+    first_name, last_name = validate_snapshot_name(firstsnap), validate_snapshot_name(lastsnap)
+    if pool_of(first_name) != pool_of(last_name):
+        raise PoolsDiffer(last_name)
+    if len(find_types([first_name, last_name])) < len({first_name, last_name}):
+        raise SnapshotNotFound(last_name)
+    snapshots = list_snapshots(filesystem_of(last_name))
+    if first_name not in snapshots or snapshots.index(first_name) > snapshots.index(last_name):
+        raise SnapshotMismatch(last_name)
+    outcome = run("destroy", "-d", "-n", "-v", "-p", f"{first_name}%{short_name_of(last_name)}", name=last_name)
+    text = check(outcome, last_name, "calculate space used by range of snapshots").output
     sizes = [line.partition("\t")[2] for line in text.splitlines() if line.startswith("reclaim\t")]
     if len(sizes) != 1 or not sizes[0].isdecimal():
-        raise ZFSOutputError(last).with_details(f"expected a line `reclaim SIZE` in {text[:200]!r}")
+        raise ZFSOutputError(last_name).with_details(f"expected a line `reclaim SIZE` in {text[:200]!r}")
     return int(sizes[0])

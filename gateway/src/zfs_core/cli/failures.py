@@ -19,10 +19,10 @@ class Kind(Enum):
     EXISTS = (4, "the name or the hold exists already")
     IN_USE = (5, "open files, holds, clones, children or newer snapshots prevent the change")
     NO_SPACE = (6, "the pool is full, or a quota is exceeded")
-    STREAM = (7, "the stream is damaged or does not fit the destination, or the two snapshots are not related")
+    STREAM = (7, "the stream is damaged or does not match the destination, or the two snapshots are not related")
     NOT_SUPPORTED = (8, "the installed version of ZFS cannot do this")
     UNAVAILABLE = (9, "ZFS is not running, or the pool is suspended or read-only")
-    TIMEOUT = (10, "a command of ZFS did not end in time; the change may or may not have been made")
+    TIMEOUT = (10, "a ZFS command did not finish in time; the change may or may not have been made")
 
     @property
     def word(self) -> str:
@@ -84,18 +84,18 @@ _KINDS: tuple[tuple[tuple[type[ZFSError], ...], Kind, str], ...] = (
     (
         (exceptions.NoSpace, exceptions.QuotaExceeded),
         Kind.NO_SPACE,
-        "the space does not suffice: free space, or raise the quota",
+        "there is not enough space: free some space, or raise the quota",
     ),
     (
         (exceptions.DestinationModified,),
         Kind.STREAM,
-        "the destination was modified since the base of the stream: pass --force to discard changes since its newest "
-        "snapshot, and also --destroy-newer to lose snapshots that are newer than the base",
+        "the destination has been modified since the base of the stream: pass --force to discard changes since its "
+        "newest snapshot, and also --destroy-newer to lose snapshots that are newer than the base",
     ),
     (
         (exceptions.StreamMismatch, exceptions.SnapshotMismatch),
         Kind.STREAM,
-        "the snapshots do not fit: the base of an incremental stream must be an earlier snapshot of the same "
+        "the snapshots do not match: the base of an incremental stream must be an earlier snapshot of the same "
         "filesystem, and the newest one at the destination",
     ),
     ((exceptions.BadStream,), Kind.STREAM, "the stream is damaged or incomplete: send it again"),

@@ -18,7 +18,7 @@ def create(options: Namespace, report: Report) -> None:
         found_type, wanted_type = get_value(name, "type"), "volume" if options.volume else "filesystem"
         if found_type != wanted_type:
             raise CommandError(Kind.EXISTS, f"{name!r} is a {found_type}, not a {wanted_type}: choose another name")
-        _keep_or_refuse(name, options, report)
+        _keep_existing(name, options, report)
         return
     missing_parents = _list_missing_parents(report, name) if options.parents else []
     if not missing_parents:
@@ -29,7 +29,7 @@ def create(options: Namespace, report: Report) -> None:
     report.change("create", name, partial(lzc_create, name, ds_type, props, mounted=True))
 
 
-def _keep_or_refuse(name: str, options: Namespace, report: Report) -> None:
+def _keep_existing(name: str, options: Namespace, report: Report) -> None:
     if not options.if_absent:
         raise CommandError(Kind.EXISTS, f"{name!r} exists already: choose another name, or pass --if-absent")
     report.keep(name)
@@ -39,10 +39,10 @@ def _list_missing_parents(report: Report, name: str) -> list[str]:
     """Return the ancestors of a filesystem that do not exist, outermost first. Refuses a missing pool."""
     parts = name.split("/")
     ancestors = ["/".join(parts[:end]) for end in range(1, len(parts))]
-    missing = [ancestor for ancestor in ancestors if not report.exists(ancestor)]
-    if missing and missing[0] == parts[0]:
+    missing_ancestors = [ancestor for ancestor in ancestors if not report.exists(ancestor)]
+    if missing_ancestors and missing_ancestors[0] == parts[0]:
         raise CommandError(Kind.NOT_FOUND, f"the pool {parts[0]!r} does not exist: run zpool list to see the pools")
-    return missing
+    return missing_ancestors
 
 
 def clone(options: Namespace, report: Report) -> None:
@@ -55,11 +55,11 @@ def clone(options: Namespace, report: Report) -> None:
     require_existing(report, origin)
     if report.exists(name):
         if (found_origin := get_value(name, "origin")) != origin:
-            found = "not a clone" if found_origin == "-" else f"a clone of {found_origin!r}"
+            description = "not a clone" if found_origin == "-" else f"a clone of {found_origin!r}"
             raise CommandError(
-                Kind.EXISTS, f"{name!r} exists already and is {found}: choose another name", [found_origin]
+                Kind.EXISTS, f"{name!r} exists already and is {description}: choose another name", [found_origin]
             )
-        _keep_or_refuse(name, options, report)
+        _keep_existing(name, options, report)
         return
     require_parent(report, name)
     report.change("clone", name, partial(lzc_clone, name, origin, dict(options.set), mounted=True), origin=origin)

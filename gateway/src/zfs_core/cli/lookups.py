@@ -44,8 +44,8 @@ def expand(snapshots: Iterable[str]) -> list[str]:
     for name in names:
         result.append(name)
         if filesystem_of(name) in filesystems:
-            below = list_datasets(filesystem_of(name), types="filesystem,volume")
-            result += [f"{dataset}@{name.partition('@')[2]}" for dataset in below]
+            datasets = list_datasets(filesystem_of(name), types="filesystem,volume")
+            result += [f"{dataset}@{name.partition('@')[2]}" for dataset in datasets]
     return list(dict.fromkeys(result))
 
 

@@ -1,4 +1,4 @@
-"""Find the snapshots that a command would destroy along with its own change, and refuse that without an option."""
+"""Find the snapshots that a command would destroy as a side effect, and refuse that unless an option allows it."""
 
 from __future__ import annotations
 

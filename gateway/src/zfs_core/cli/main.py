@@ -47,7 +47,7 @@ def _parse(arguments: list[str]) -> Namespace:
         if command and options.file:
             raise CommandError(Kind.INVALID, "pass either --file or a command after --")
         if options.if_absent and not options.file:
-            raise CommandError(Kind.INVALID, "--if-absent is about the file: add --file, or omit it")
+            raise CommandError(Kind.INVALID, "--if-absent applies only to a file: add --file, or omit it")
         options.command = command
     return options
 

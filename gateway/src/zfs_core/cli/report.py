@@ -14,7 +14,7 @@ from zfs_core.listing import find_types, lzc_exists
 class Report:
     """The result of a command.
 
-    ``check``: whether changes are only predicted. ``assumed_names``: names that the prediction takes as existing.
+    ``check``: whether changes are only predicted. ``assumed_names``: names that the prediction assumes to exist.
     """
 
     check: bool = False

@@ -1,4 +1,4 @@
-"""Continue interrupted streams by their token, the property ``receive_resume_token`` of the receiving filesystem."""
+"""Resume interrupted streams with their token, the property ``receive_resume_token`` of the receiving filesystem."""
 
 from __future__ import annotations
 

@@ -28,8 +28,8 @@ def snapshot(options: Namespace, report: Report) -> None:
     filesystems = [filesystem_of(name) for name in names]
     if len({pool_of(name) for name in names}) > 1:
         raise CommandError(Kind.INVALID, "all snapshots must be in the same pool: run lzc once for each pool")
-    if repeated := [each for each in dict.fromkeys(filesystems) if filesystems.count(each) > 1]:
-        raise CommandError(Kind.INVALID, f"pass only one snapshot of {quote(repeated)}", repeated)
+    if repeated_names := [each for each in dict.fromkeys(filesystems) if filesystems.count(each) > 1]:
+        raise CommandError(Kind.INVALID, f"pass only one snapshot of {quote(repeated_names)}", repeated_names)
     found_names = report.find(names)
     existing_names = [name for name in names if name in found_names]
     if existing_names and not options.if_absent:

@@ -38,7 +38,7 @@ def send(options: Namespace, report: Report) -> None:
     if options.resume_token is not None and (options.snapshot or options.base):
         raise CommandError(
             Kind.INVALID,
-            "--resume-token says which snapshot continues: omit the snapshot and --from, or omit the token",
+            "--resume-token identifies the snapshot to send: omit the snapshot and --from, or omit the token",
         )
     if options.resume_token is None:
         require_existing(report, *[name for name in (options.base, options.snapshot) if name])
@@ -69,7 +69,7 @@ def _send_to_fd(fd: int, options: Namespace) -> None:
 
 
 def _send_to_file(options: Namespace) -> None:
-    """Write the stream to a new file that has its name only when it is complete. Only its owner can read it."""
+    """Write the stream to a new file, which gets its name only once it is complete. Only its owner can read it."""
     path: Path = options.file
     try:
         fd, part = tempfile.mkstemp(prefix=".lzc-", suffix=".part", dir=path.parent)
@@ -83,7 +83,8 @@ def _send_to_file(options: Namespace) -> None:
         _sync_directory(path.parent)
     except FileExistsError:
         raise CommandError(
-            Kind.EXISTS, f"the file {str(path)!r} was created by another program meanwhile: choose another name"
+            Kind.EXISTS,
+            f"another program has created the file {str(path)!r} in the meantime: choose another name",
         ) from None
     except OSError as error:
         raise CommandError(Kind.FAILED, f"the file {str(path)!r} cannot be written: {error.strerror}") from None
@@ -158,14 +159,14 @@ def _send_to_command(options: Namespace) -> dict[str, object]:
     result = _parse_result(output.read())
     if receiver.returncode != 0:
         raise _make_receiver_error(options.command, receiver.returncode, result, errors.read().decode(errors="replace"))
-    # A receiver that has the snapshot already does not read the stream.
+    # A receiver that already has the snapshot does not read the stream.
     if sending_error is not None and result.get("changed") is not False:
         raise sending_error
     return result or {"exit_code": 0}
 
 
 class _Tail:
-    """Reads the output of a command in a thread, and keeps its end."""
+    """Reads the output of a command in a thread, and keeps the tail."""
 
     def __init__(self, file: IO[bytes]) -> None:
         self._file, self._data = file, b""
@@ -178,7 +179,7 @@ class _Tail:
                 self._data = (self._data + data)[-_TAIL_BYTES:]
 
     def read(self) -> bytes:
-        """Return the end of the output, after the command has ended."""
+        """Return the tail of the output, after the command has ended."""
         # A process that the command left in the background may keep the pipe open.
         self._thread.join(_DRAIN_SECONDS)
         return self._data
@@ -205,7 +206,7 @@ def _make_receiver_error(command: list[str], status: int, result: dict[str, obje
 
 def receive(options: Namespace, report: Report) -> None:
     if (options.destroy_newer or options.replace) and not options.force:
-        raise CommandError(Kind.INVALID, "--destroy-newer and --replace extend --force: add it, or omit them")
+        raise CommandError(Kind.INVALID, "--destroy-newer and --replace require --force: add it, or omit them")
     target, filesystem = _find_target(options, report), filesystem_of(options.target)
     if report.exists(target):
         if not options.if_absent:
