@@ -105,8 +105,8 @@ def build_component(pin: Pin, scope: str, package: Distribution) -> dict[str, An
 
 def find_references(requirements: Iterable[str], pins: dict[str, Pin]) -> list[str]:
     """Return the sorted references of the pins that satisfy ``requirements``."""
-    parsed = [Requirement(requirement) for requirement in requirements]
-    names = {canonicalize_name(requirement.name) for requirement in parsed if is_for_any_host(requirement.marker)}
+    entries = [Requirement(requirement) for requirement in requirements]
+    names = {canonicalize_name(entry.name) for entry in entries if is_for_any_host(entry.marker)}
     return sorted(pins[name].reference for name in names & pins.keys())
 
 

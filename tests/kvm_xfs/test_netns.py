@@ -39,7 +39,7 @@ from sandbox_gateway.hosts.kvm_xfs.network.addresses import (
 )
 from sandbox_gateway.hosts.kvm_xfs.network.rules import VOLUME_ACCESS
 from sandbox_gateway.hosts.kvm_xfs.network.slots import SlotPool
-from sandbox_gateway.hosts.network_policy import name_servers
+from sandbox_gateway.hosts.network_policy import find_name_servers
 from sandbox_gateway.records import NetworkPolicy
 from tests.support import session
 
@@ -740,5 +740,5 @@ async def test_closing_an_unopened_pool_preserves_other_rules(network: Network) 
 
 
 def test_name_servers_omits_unreachable_addresses() -> None:
-    servers = name_servers(Network(dns=["9.9.9.9", "127.0.0.53", "fd00::53", "9.9.9.9", "nonsense", "1.1.1.1"]))
+    servers = find_name_servers(Network(dns=["9.9.9.9", "127.0.0.53", "fd00::53", "9.9.9.9", "nonsense", "1.1.1.1"]))
     assert servers == ["9.9.9.9", "1.1.1.1"]

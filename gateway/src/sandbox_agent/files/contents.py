@@ -47,7 +47,7 @@ def download(request: Request, reply: Reply) -> None:
         elif file_stat.st_size:
             reply.begin(content_type, length=file_stat.st_size)
             sent_byte_count = reply.connection.sock.sendfile(file, count=file_stat.st_size)
-            # If the file shrank meanwhile, close the connection: fewer bytes were sent than announced.
+            # If the file has shrunk in the meantime, close the connection: fewer bytes were sent than announced.
             reply.is_complete = sent_byte_count == file_stat.st_size
         else:
             # Files in /proc and /sys have contents, but their size is 0.

@@ -189,7 +189,7 @@ class SnapshotSource(Protocol):
 
 
 class SnapshotTarget(Protocol):
-    """The parts of a snapshot that is being imported. It does not exist before ``commit``."""
+    """The parts of a snapshot that is being imported. The snapshot does not exist before ``commit``."""
 
     def write(self, part: SnapshotPart, offset: int, data: bytes) -> None:
         """Write to a part. Bytes that are never written are zero. Blocks. Raises GatewayError."""

@@ -19,7 +19,7 @@ METADATA_NETWORKS = (
     "168.63.129.16/32",  # Azure: WireServer.
     "192.0.0.192/32",  # Oracle Cloud.
 )
-"""Networks of the addresses at which clouds serve a machine's credentials.
+"""Networks that contain the addresses at which clouds serve a machine's credentials.
 
 These addresses are blocked, except those in an `allow_out` entry that lies within one of the networks.
 """
@@ -127,7 +127,7 @@ def _parse_networks(field: str, texts: Iterable[str]) -> list[ipaddress.IPv4Netw
     return networks
 
 
-def name_servers(network: Network) -> list[str]:
+def find_name_servers(network: Network) -> list[str]:
     """Return the IPv4 name servers for sandboxes: the configured ones, or else those of the host.
 
     Loopback addresses are omitted.

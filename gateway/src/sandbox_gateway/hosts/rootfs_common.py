@@ -207,7 +207,7 @@ def add_user(tree: Tree) -> None:
 def create_home(tree: Tree, uid: int, skeleton: str) -> None:
     """Create the home directory of `user` from the files in the directory ``skeleton``, unless it exists.
 
-    Raises Invalid if there are too many files: hard links of one file need no room in the tree, but their copies do.
+    Raises Invalid if there are too many files: hard links to one file take up no space, but copies of them do.
     """
     if tree.is_dir(HOME):
         return

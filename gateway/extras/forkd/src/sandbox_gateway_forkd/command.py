@@ -132,8 +132,8 @@ async def _serve(
     server = await Port(gateway, sandboxes[0]).listen(listener)
     stop_task, renewal = asyncio.create_task(stop.wait()), asyncio.create_task(_renew_leases(gateway, sandboxes))
     try:
-        finished, _ = await asyncio.wait({stop_task, renewal}, timeout=seconds, return_when=asyncio.FIRST_COMPLETED)
-        if renewal in finished:
+        done_tasks, _ = await asyncio.wait({stop_task, renewal}, timeout=seconds, return_when=asyncio.FIRST_COMPLETED)
+        if renewal in done_tasks:
             renewal.result()
     finally:
         server.close()

@@ -77,9 +77,9 @@ class Gateway:
     async def spawn(self, tag: str, count: int, lease: float) -> list[str]:
         """Create sandboxes that end after ``lease`` seconds unless the lease is renewed. Returns their ids."""
         body = {"snapshot_tag": tag, "n": count, "timeout": lease}
-        created = await self.call("POST", "/v1/sandboxes", body, seconds=SPAWN_TIMEOUT_SECONDS)
+        created_sandboxes = await self.call("POST", "/v1/sandboxes", body, seconds=SPAWN_TIMEOUT_SECONDS)
         try:
-            ids = [str(sandbox["id"]) for sandbox in created]
+            ids = [str(sandbox["id"]) for sandbox in created_sandboxes]
         except (KeyError, TypeError):
             ids = []
         if len(ids) != count:

@@ -23,7 +23,7 @@ class DiskUsage:
         """Other threads skip these, so that a file system that hangs blocks only one thread."""
 
     async def read(self, mount_points: Mapping[str, Path]) -> dict[str, int | None]:
-        """Return the number of bytes that each file system references, or None if it cannot be read soon."""
+        """Return the number of bytes that each file system references, or None if it cannot be read in time."""
         results: dict[Path, int | None] = {}
         is_abandoned = threading.Event()
 

@@ -39,11 +39,11 @@ class JailRecovery:
         loop = asyncio.get_running_loop()
         jails = await self._jails.list_below(self._disks.directory)
 
-        def teardown(instance: str) -> None:
+        def tear_down(instance: str) -> None:
             coroutine = self._tear_down(instance, jails.pop(instance, []))
             asyncio.run_coroutine_threadsafe(coroutine, loop).result(_TEARDOWN_TIMEOUT_SECONDS)
 
-        storage_scan = await self._disks.scan(teardown)
+        storage_scan = await self._disks.scan(tear_down)
         scan = Scan(storage_scan.snapshots, storage_scan.sandboxes, storage_scan.volumes, storage_scan.volume_snapshots)
         scan.repaired += storage_scan.repaired
         scan.unreadable_sandboxes = storage_scan.unreadable_sandboxes

@@ -144,16 +144,16 @@ class JailVolumes:
             await self._retire_former_datasets(volume.id)
 
     async def _swap_mounts(
-        self, volume_id: str, mounts: list[tuple[Machine, MountEntry]], new: Path, old: Path
+        self, volume_id: str, mounts: list[tuple[Machine, MountEntry]], new_path: Path, old_path: Path
     ) -> None:
-        """Replace ``mounts`` with mounts of ``new``. On failure, mount ``old`` again."""
+        """Replace ``mounts`` with mounts of ``new_path``. On failure, mount ``old_path`` again."""
         try:
             for _, mount in mounts:
                 await self._mounts.unmount(mount)
             for machine, mount in mounts:
-                await self._mounts.mount(machine.root, new, _to_sandbox_mount(volume_id, machine, mount))
+                await self._mounts.mount(machine.root, new_path, _to_sandbox_mount(volume_id, machine, mount))
         except BaseException:
-            await self._restore_mounts(volume_id, mounts, old)
+            await self._restore_mounts(volume_id, mounts, old_path)
             raise
 
     async def _restore_mounts(self, volume_id: str, mounts: list[tuple[Machine, MountEntry]], source: Path) -> None:
@@ -250,14 +250,16 @@ class JailVolumes:
                     notes.append(f"could not mount {each.path} in sandbox {sandbox.id}: {error.message}")
         return notes
 
-    def _is_correct(self, existing: MountEntry, expected: Mount | None) -> bool:
-        volume_id = self._volume_storage.find_id(existing.special)
+    def _is_correct(self, existing_mount: MountEntry, expected_mount: Mount | None) -> bool:
+        volume_id = self._volume_storage.find_id(existing_mount.special)
         is_known = self._volume_storage.is_known(volume_id)
         if is_known is None:
             return True
-        if expected is None or not is_known or (expected.volume, expected.read_only) != (volume_id, existing.read_only):
+        if expected_mount is None or not is_known:
             return False
-        return existing.special == str(self._volume_storage.path(self._volume_storage.dataset(volume_id)))
+        if (expected_mount.volume, expected_mount.read_only) != (volume_id, existing_mount.read_only):
+            return False
+        return existing_mount.special == str(self._volume_storage.path(self._volume_storage.dataset(volume_id)))
 
 
 def _to_sandbox_mount(volume_id: str, machine: Machine, mount: MountEntry) -> Mount:

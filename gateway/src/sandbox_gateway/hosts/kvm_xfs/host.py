@@ -54,7 +54,7 @@ from sandbox_gateway.hosts.kvm_xfs.template.build import build_rootfs
 from sandbox_gateway.hosts.kvm_xfs.template.image.registry import resolve_digest
 from sandbox_gateway.hosts.kvm_xfs.volumes.kvm_volumes import KvmVolumes
 from sandbox_gateway.hosts.kvm_xfs.volumes.server_pool import ServerPool
-from sandbox_gateway.hosts.network_policy import name_servers
+from sandbox_gateway.hosts.network_policy import find_name_servers
 from sandbox_gateway.hosts.state_root import create_state_root
 from sandbox_gateway.image_references import parse_image_reference
 from sandbox_gateway.log import Logger
@@ -164,7 +164,7 @@ class KvmXfsHost:
         return self._machines.platform
 
     def name_servers(self) -> list[str]:
-        return name_servers(self._config.network)
+        return find_name_servers(self._config.network)
 
     def on_exit(self, callback: Callable[[str], None]) -> None:
         self._machines.on_exit = callback
@@ -215,9 +215,9 @@ class KvmXfsHost:
             location += f" or in the memory root {memory_directory.root}"
         capture = Capture(machine, files, self._snapshots.partial_files(snapshot), tracking)
         with translated_os_errors(location):
-            async with self._volumes.pending_snapshots(volumes) as pending:
+            async with self._volumes.pending_snapshots(volumes) as pending_snapshots:
                 try:
-                    await capture.run(pending.clone_images if volumes else None)
+                    await capture.run(pending_snapshots.clone_images if volumes else None)
                     snapshot.memory = capture.mode
                     snapshot.memory_bytes_written = capture.memory_bytes
                     snapshot.pause_ms = capture.pause_ms
@@ -230,7 +230,7 @@ class KvmXfsHost:
                         snapshot.host["degraded"] = tracking.reason
                         self._report_degraded_mode(tracking.reason, capture.mode)
                     snapshot.host["line"] = memory and await machine.is_line_open()
-                    await pending.commit()
+                    await pending_snapshots.commit()
                     await finish_despite_cancellation(asyncio.to_thread(self._snapshots.commit, snapshot))
                 except BaseException:
                     await clean_up(logger, asyncio.to_thread(self._snapshots.undo, snapshot))

@@ -168,10 +168,10 @@ class Machines:
             if was_stopped:
                 scan.repaired.append(f"the machine {instance} was stopped and has been resumed")
             scan.alive.add(instance)
-        if old := {
+        if instances_with_old_logs := {
             each for each in scan.alive if bounded_log.has_old_log(self._started_machines[each].machine.files.directory)
         }:
-            self._old_logs = asyncio.create_task(self._empty_old_logs(old))
+            self._old_logs = asyncio.create_task(self._empty_old_logs(instances_with_old_logs))
 
     # -- starting and ending ----------------------------------------------------------------------------------------
 
@@ -229,11 +229,11 @@ class Machines:
     def check_platform(self, snapshot: Snapshot) -> None:
         """Raise Unsupported if the snapshot's memory cannot be restored on this host."""
         recorded_platform = snapshot.host.get("platform", {})
-        for key, current in asdict(self.platform).items():
-            if recorded_platform.get(key) != current:
+        for key, value in asdict(self.platform).items():
+            if recorded_platform.get(key) != value:
                 raise Unsupported(
                     f"snapshot {snapshot.id} was captured with {key.replace('_', ' ')} "
-                    f"{recorded_platform.get(key)!r}, but this host has {current!r}, so its memory cannot be restored "
+                    f"{recorded_platform.get(key)!r}, but this host has {value!r}, so its memory cannot be restored "
                     "here: use a cold start (coldStart)"
                 )
 

@@ -51,13 +51,13 @@ def require_enforceable_policy(policy: NetworkPolicy) -> None:
 def build_jail_rules(bridge: Bridge, epair: Epair, policy: NetworkPolicy, dns: Sequence[str]) -> str:
     """Return the rules of one jail. Raises the same errors as ``require_enforceable_policy``."""
     require_enforceable_policy(policy)
-    scope = f"quick on {epair.outer} inet"
+    scope = f"quick on {epair.outer_end} inet"
     # "global" counts the states of all rules together. The count is by address, so reloading does not reset it.
     state = f"keep state (source-track global, max-src-states {MAX_CONNECTIONS})"
     from_clause = f"from {epair.address}"
     lines = [
-        f"block drop in quick on {epair.outer} inet from ! {epair.address} to any",
-        f"block drop in quick on {epair.outer} inet6 all",
+        f"block drop in quick on {epair.outer_end} inet from ! {epair.address} to any",
+        f"block drop in quick on {epair.outer_end} inet6 all",
         f"pass out quick on {bridge.name} inet from {bridge.gateway} to {epair.address}",
     ]
     lines += [

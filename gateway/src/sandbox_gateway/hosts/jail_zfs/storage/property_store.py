@@ -31,10 +31,10 @@ class PropertyStore:
         self._multipart_names: set[str] = set()
         """Datasets and snapshots that have, or may have, parts of records."""
 
-    def load(self, generations: Mapping[str, int], multipart: set[str]) -> None:
+    def load(self, generations: Mapping[str, int], multipart_names: set[str]) -> None:
         """Replace the state with the result of a scan."""
         with self._lock:
-            self._generations, self._multipart_names = dict(generations), multipart
+            self._generations, self._multipart_names = dict(generations), multipart_names
 
     def add_generations(self, generations: Mapping[str, int]) -> None:
         with self._lock:

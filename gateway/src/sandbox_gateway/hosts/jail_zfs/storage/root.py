@@ -49,7 +49,7 @@ class RootDataset:
         The event loop acquires it too, so no thread runs a command while it holds this lock."""
         self._tree_lock = threading.RLock()
         self._tree_lock_owner = 0
-        """The thread that has acquired the tree lock last."""
+        """The thread that acquired the tree lock last."""
 
     @property
     def mountpoint(self) -> Path:

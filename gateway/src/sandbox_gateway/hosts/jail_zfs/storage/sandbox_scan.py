@@ -148,14 +148,14 @@ class _Reader:
     def resolve_claims(self, claims: Mapping[str, list[_Claim]]) -> None:
         """Choose the instance of each sandbox: if several have a record of it, the newest record wins."""
         for sandbox_id, sandbox_claims in claims.items():
-            *older, newest = sorted(sandbox_claims, key=lambda claim: claim[:2])
-            self.findings.generations[sandbox_id] = newest.generation
-            self.findings.sandboxes.append(newest.record)
-            if newest.secret_file:
-                self.findings.secret_files[sandbox_id] = newest.secret_file
-            for claim in older:
+            *older_claims, newest_claim = sorted(sandbox_claims, key=lambda claim: claim[:2])
+            self.findings.generations[sandbox_id] = newest_claim.generation
+            self.findings.sandboxes.append(newest_claim.record)
+            if newest_claim.secret_file:
+                self.findings.secret_files[sandbox_id] = newest_claim.secret_file
+            for claim in older_claims:
                 self.findings.superseded_instances[claim.instance] = (
-                    f"the instance of sandbox {sandbox_id} is now {newest.instance}"
+                    f"the instance of sandbox {sandbox_id} is now {newest_claim.instance}"
                 )
         self.findings.sandboxes.sort(key=lambda sandbox: sandbox.created_at.isoformat())
 

@@ -41,12 +41,12 @@ class SnapshotNames:
         with self._root.index_lock:
             self._names = {snapshot_id: name for snapshot_id, name in self._names.items() if name not in names}
 
-    def rename_dataset(self, old: str, new: str) -> None:
-        """Record that the dataset ``old`` was renamed to ``new``."""
+    def rename_dataset(self, old_name: str, new_name: str) -> None:
+        """Record that the dataset ``old_name`` was renamed to ``new_name``."""
         with self._root.index_lock:
             for snapshot_id, name in self._names.items():
-                if name.startswith(f"{old}@"):
-                    self._names[snapshot_id] = new + name.removeprefix(old)
+                if name.startswith(f"{old_name}@"):
+                    self._names[snapshot_id] = new_name + name.removeprefix(old_name)
 
     def list_all(self) -> set[str]:
         """Return the full names of all snapshots."""

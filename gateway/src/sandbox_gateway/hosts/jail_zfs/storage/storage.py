@@ -133,7 +133,9 @@ class ZfsStorage:
             notes += self._ballast.refill()
             instance_prefix = self.root.child(SANDBOXES, "")
             unreadable_datasets = [
-                name for name in findings.marks.quarantined if name.startswith(instance_prefix) and "@" not in name
+                name
+                for name in findings.marks.quarantine_reasons
+                if name.startswith(instance_prefix) and "@" not in name
             ]
             return StorageScan(
                 findings.snapshots,
@@ -160,4 +162,4 @@ class ZfsStorage:
                     notes.append(f"{dataset}: every user can read its environment variables: {error.message}")
                 else:
                     notes.append(f"{dataset}: moved its environment variables to a file that only root can read")
-        return notes if findings.marks.quarantined else notes + self._secret_files.sweep()
+        return notes if findings.marks.quarantine_reasons else notes + self._secret_files.sweep()

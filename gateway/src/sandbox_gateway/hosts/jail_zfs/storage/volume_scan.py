@@ -128,18 +128,18 @@ class _Reader:
         self.findings.unreadable_ids.add(volume_id)
 
     def resolve_claims(self, volume_id: str, volume_claims: list[_Claim]) -> None:
-        *older, newest = sorted(volume_claims, key=lambda claim: claim[:2])
-        findings, facts, dataset = self.findings, self._facts[newest.dataset], newest.dataset
+        *older_claims, newest_claim = sorted(volume_claims, key=lambda claim: claim[:2])
+        findings, facts, dataset = self.findings, self._facts[newest_claim.dataset], newest_claim.dataset
         findings.unreadable_ids.discard(volume_id)
-        newest.record.host = {"dataset": dataset}
-        findings.volumes.append(newest.record)
+        newest_claim.record.host = {"dataset": dataset}
+        findings.volumes.append(newest_claim.record)
         findings.volumes.sort(key=lambda volume: volume.created_at.isoformat())
-        findings.datasets[volume_id], findings.generations[volume_id] = dataset, newest.generation
+        findings.datasets[volume_id], findings.generations[volume_id] = dataset, newest_claim.generation
         if not facts["mounted"].is_on:
             findings.unmounted_datasets.append(dataset)
-        if facts["refquota"].number != newest.record.size_mb << 20:
-            findings.correct_sizes[dataset] = newest.record.size_mb << 20
-        findings.leftover_datasets += [claim.dataset for claim in older]
+        if facts["refquota"].number != newest_claim.record.size_mb << 20:
+            findings.correct_sizes[dataset] = newest_claim.record.size_mb << 20
+        findings.leftover_datasets += [claim.dataset for claim in older_claims]
 
     def read_unrecorded_datasets(self, volume_id: str, names: list[str]) -> None:
         for name in names:
@@ -153,7 +153,7 @@ class _Reader:
             elif has_snapshots:
                 # Do not mark the dataset: an administrator may restore its volume (`zfs rename`, `zfs receive`).
                 reason = f"it has snapshots of the volume {volume_id}, which does not exist"
-                self.findings.marks.quarantined[name] = reason
+                self.findings.marks.quarantine_reasons[name] = reason
             else:
                 self.findings.uncommitted_datasets.append(name)
 

@@ -168,9 +168,9 @@ class VolumeStorage:
     def retire_former_datasets(self, volume_id: str) -> list[str]:
         """Retire or destroy a volume's former datasets, and return their names. If this raises Busy, call it again."""
         with self._root.tree_locked():
-            current, names = self.dataset(volume_id), []
+            current_dataset, names = self.dataset(volume_id), []
             for dataset in self._datasets.list_all(volume_id):
-                if dataset != current and not self._datasets.is_retired_with_snapshots(dataset):
+                if dataset != current_dataset and not self._datasets.is_retired_with_snapshots(dataset):
                     self._datasets.tree.destroy_or_retire(dataset)
                     names.append(dataset)
             return names

@@ -44,7 +44,7 @@ from sandbox_gateway.hosts.kvm_xfs.network.rules import (
     build_table_removal,
 )
 from sandbox_gateway.hosts.kvm_xfs.network.upstream import Upstream
-from sandbox_gateway.hosts.network_policy import name_servers
+from sandbox_gateway.hosts.network_policy import find_name_servers
 from sandbox_gateway.log import Logger
 from sandbox_gateway.records import NetworkPolicy
 from sandbox_gateway.tasks import BackgroundTasks
@@ -65,7 +65,7 @@ class SlotPool:
         self._subnet = ipaddress.IPv4Network(network.subnet)
         self._capacity = count_slots(network)
         self._uid_base = uid_base
-        self._dns = name_servers(network)
+        self._dns = find_name_servers(network)
         self._upstream = Upstream(self._dns)
         self._resolvers: dict[int, Resolver] = {}
         self._ready_slots: deque[Slot] = deque()
@@ -269,7 +269,7 @@ class SlotPool:
                 self._refill_requested.set()
 
     def _find_next_free_number(self) -> int:
-        """Return the number that has been free for longest, so that the host has forgotten its connections."""
+        """Return the number that has been free the longest, so that the host has forgotten its connections."""
         for step in range(self._capacity):
             number = (self._next_number + step) % self._capacity
             if number not in self._slots and number not in self._busy_numbers:

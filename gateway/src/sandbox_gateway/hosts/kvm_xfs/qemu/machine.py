@@ -1,4 +1,4 @@
-"""Control one QEMU process: send commands to its monitor (QMP), read its log, and notice when it ends."""
+"""Control one QEMU process: send commands to its monitor (QMP), read its log, and detect when it ends."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ class Machine:
         self._qmp: QMPClient | None = None
         self._qmp_lock = asyncio.Lock()
         self._pidfd = pidfd if pidfd >= 0 else os.pidfd_open(pid)
-        self._ended = asyncio.Event()
+        self._end_event = asyncio.Event()
         self._callbacks: list[Callable[[], None]] = []
         # The end of the machine does not belong to the context of the request that started it.
         contextvars.Context().run(asyncio.get_running_loop().add_reader, self._pidfd, self._on_end)
@@ -145,7 +145,7 @@ class Machine:
 
     @property
     def has_ended(self) -> bool:
-        return self._ended.is_set()
+        return self._end_event.is_set()
 
     async def execute(self, command: str, arguments: dict[str, object] | None = None) -> object:
         """Run a QMP command and return its result. Raises BackendFailed with QEMU's message, or Timeout."""
@@ -263,7 +263,7 @@ class Machine:
             return
         try:
             async with asyncio.timeout(seconds):
-                await self._ended.wait()
+                await self._end_event.wait()
         except TimeoutError:
             raise Timeout(f"QEMU process {self.pid} did not exit within {seconds:g} s of SIGKILL") from None
 
@@ -311,7 +311,7 @@ class Machine:
     def _on_end(self) -> None:
         with contextlib.suppress(ChildProcessError):
             os.waitid(os.P_PIDFD, self._pidfd, os.WEXITED | os.WNOHANG)
-        self._ended.set()
+        self._end_event.set()
         self.forget()
         for callback in self._callbacks:
             callback()

@@ -36,10 +36,10 @@ class VolumeAccess:
             )
             allowed_pairs.update(new_pairs)
 
-    async def revoke(self, volume: str, keep: set[str]) -> None:
-        """Revoke all of a volume's pairs that are not in ``keep``."""
+    async def revoke(self, volume: str, kept_pairs: set[str]) -> None:
+        """Revoke all of a volume's pairs that are not in ``kept_pairs``."""
         allowed_pairs = self._allowed.get(volume, set())
-        if revoked_pairs := allowed_pairs - keep:
+        if revoked_pairs := allowed_pairs - kept_pairs:
             await apply_on_host(
                 f"delete element inet {self._table} {VOLUME_ACCESS} {{ {', '.join(sorted(revoked_pairs))} }}\n"
             )

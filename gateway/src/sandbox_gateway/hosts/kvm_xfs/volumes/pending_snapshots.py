@@ -19,11 +19,11 @@ from sandbox_gateway.tasks import wait_for_all
 class PendingSnapshot:
     """An uncommitted snapshot. Call ``prepare``, ``clone_image`` (which is fast), then ``commit`` or ``undo``."""
 
-    def __init__(self, image: Path, final: Path, snapshot: VolumeSnapshot) -> None:
+    def __init__(self, image: Path, final_directory: Path, snapshot: VolumeSnapshot) -> None:
         self.volume = snapshot.volume
         self._image = image
-        self._final_directory = final
-        self._partial_directory = commit_protocol.get_partial_directory(final)
+        self._final_directory = final_directory
+        self._partial_directory = commit_protocol.get_partial_directory(final_directory)
         self._snapshot = snapshot
         self._has_files = False
         self._stack = contextlib.ExitStack()

@@ -192,9 +192,9 @@ def _parse_header(block: bytes) -> tarfile.TarInfo:
         name: _parse_number(block[offset : offset + (12 if name in ("size", "mtime") else 8)])
         for name, offset in _NUMBERS.items()
     }
-    checked = block[:148] + b" " * 8 + block[156:]
-    unsigned_sum = sum(checked)
-    if numbers["chksum"] not in (unsigned_sum, unsigned_sum - 256 * sum(byte > 127 for byte in checked)):
+    checked_block = block[:148] + b" " * 8 + block[156:]
+    unsigned_sum = sum(checked_block)
+    if numbers["chksum"] not in (unsigned_sum, unsigned_sum - 256 * sum(byte > 127 for byte in checked_block)):
         raise ValueError("bad checksum")
     if numbers["size"] < 0:
         raise ValueError("negative size")
