@@ -42,7 +42,7 @@ def download(request: Request, reply: Reply) -> None:
         file_stat = os.fstat(file.fileno())
         content_type = b"application/octet-stream"
         if should_compress:
-            reply.begin(content_type, extra=b"Content-Encoding: gzip\r\n")
+            reply.begin(content_type, extra_headers=b"Content-Encoding: gzip\r\n")
             _send_compressed(file, reply)
         elif file_stat.st_size:
             reply.begin(content_type, length=file_stat.st_size)

@@ -31,14 +31,14 @@ class OwnerNameCache:
         self._users: dict[int, str] = {}
         self._groups: dict[int, str] = {}
 
-    def user_name(self, uid: int) -> str:
+    def find_user_name(self, uid: int) -> str:
         if uid not in self._users:
-            self._users[uid] = users.user_name(uid)
+            self._users[uid] = users.find_user_name(uid)
         return self._users[uid]
 
-    def group_name(self, gid: int) -> str:
+    def find_group_name(self, gid: int) -> str:
         if gid not in self._groups:
-            self._groups[gid] = users.group_name(gid)
+            self._groups[gid] = users.find_group_name(gid)
         return self._groups[gid]
 
 
@@ -55,8 +55,8 @@ def describe_entry(path: str, owner_names: OwnerNameCache | None = None) -> dict
         "path": make_displayable(path),
         "size": str(file_stat.st_size),
         "permissions": stat.filemode(mode),
-        "owner": owner_names.user_name(file_stat.st_uid),
-        "group": owner_names.group_name(file_stat.st_gid),
+        "owner": owner_names.find_user_name(file_stat.st_uid),
+        "group": owner_names.find_group_name(file_stat.st_gid),
         "modifiedTime": _format_time(file_stat.st_mtime_ns),
     }
     if stat.S_ISLNK(mode):

@@ -165,7 +165,7 @@ class TreeWatch:
             # Add the watch again even for a known directory, because another directory may have this name now.
             child = self._watch_child(directory, name)
             if child is not None:
-                yield from self._scan(child, new=bool(mask & _CREATE))
+                yield from self._scan(child, is_new=bool(mask & _CREATE))
 
     def _handle_own_event(self, directory: _Directory, mask: int) -> Iterator[tuple[str, str]]:
         """Handle an event on a watched directory itself.
@@ -181,12 +181,12 @@ class TreeWatch:
             directory.detach()
             self._directories.pop(directory.wd, None)
 
-    def _scan(self, top: _Directory, *, new: bool = False) -> Iterator[tuple[str, str]]:
+    def _scan(self, top: _Directory, *, is_new: bool = False) -> Iterator[tuple[str, str]]:
         """Yield events for the entries of a directory that has just appeared, and watch its subdirectories.
 
         The kernel also reports entries that were created after the watch was added; ``_reported_entries`` filters out
-        these duplicates. In a ``new`` directory, also yield WRITE for each file that is not empty, because it may have
-        been written before the watch was added.
+        these duplicates. In a new directory (``is_new``), also yield WRITE for each file that is not empty, because it
+        may have been written before the watch was added.
         """
         stack = [top]
         while stack:
@@ -196,7 +196,7 @@ class TreeWatch:
             except OSError:
                 continue
             with items:
-                for name, is_directory, has_contents in _list_items(items, new):
+                for name, is_directory, has_contents in _list_items(items, is_new):
                     if len(self._reported_entries) < _MAX_REPORTED_ENTRIES:
                         self._reported_entries.add((directory.wd, name))
                     yield "CREATE", directory.get_child_path(name)
@@ -243,10 +243,10 @@ class TreeWatch:
         self._moved_directories.clear()
 
 
-def _list_items(items: Iterator[os.DirEntry[str]], new: bool) -> Iterator[tuple[str, bool, bool]]:
+def _list_items(items: Iterator[os.DirEntry[str]], is_new: bool) -> Iterator[tuple[str, bool, bool]]:
     """Yield each entry as (name, whether it is a directory, whether it is a non-empty file).
 
-    The last item is False unless ``new``.
+    The last item is False unless ``is_new``.
     """
     while True:
         try:
@@ -255,7 +255,9 @@ def _list_items(items: Iterator[os.DirEntry[str]], new: bool) -> Iterator[tuple[
             return
         try:
             is_directory = item.is_dir(follow_symlinks=False)
-            has_contents = new and item.is_file(follow_symlinks=False) and item.stat(follow_symlinks=False).st_size > 0
+            has_contents = (
+                is_new and item.is_file(follow_symlinks=False) and item.stat(follow_symlinks=False).st_size > 0
+            )
         except OSError:
             is_directory = has_contents = False
         yield item.name, is_directory, has_contents

@@ -182,8 +182,8 @@ class Watcher:
                 with self._lock:
                     self._drop_events()
                 return
-        except (Failure, OSError) as other:
-            failure = other if isinstance(other, Failure) else Failure("not_found", f"watching failed: {other}")
+        except (Failure, OSError) as error:
+            failure = error if isinstance(error, Failure) else Failure("not_found", f"watching failed: {error}")
         with self._lock:
             self._failure = failure
 

@@ -132,14 +132,14 @@ class Stream:
         else:
             self._reply.begin(b"application/connect+json", frames)
 
-    def end(self, failure: Failure | None = None, before: bytes = b"") -> None:
-        """Send the encoded frames ``before``, then the last frame, which contains ``failure`` if there is one."""
+    def end(self, failure: Failure | None = None, frames: bytes = b"") -> None:
+        """Send the encoded ``frames``, then the last frame, which contains ``failure`` if there is one."""
         data = b"{}"
         if failure is not None:
             data = json.dumps({"error": {"code": failure.code, "message": failure.message}}).encode()
         if not self._reply.has_begun:
             self._reply.begin(b"application/connect+json")
-        self._reply.end(before + encode_frame(data, _END_OF_STREAM))
+        self._reply.end(frames + encode_frame(data, _END_OF_STREAM))
 
 
 def _read_exactly(body: Body, size: int) -> bytes:

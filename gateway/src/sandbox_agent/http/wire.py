@@ -94,7 +94,7 @@ class Body:
     def __init__(self, connection: Connection, length: int | None, expects_continue: bool) -> None:
         self._connection = connection
         self._is_chunked = length is None
-        self._remaining = length or 0
+        self._remaining_bytes = length or 0
         self._expects_continue = expects_continue
         self.is_finished = length == 0
 
@@ -105,12 +105,12 @@ class Body:
         if self._expects_continue:
             self._expects_continue = False
             self._connection.send(b"HTTP/1.1 100 Continue\r\n\r\n")
-        if self._is_chunked and not self._remaining and not self._begin_chunk():
+        if self._is_chunked and not self._remaining_bytes and not self._begin_chunk():
             self.is_finished = True
             return b""
-        data = self._connection.take(min(limit, self._remaining))
-        self._remaining -= len(data)
-        if not self._remaining:
+        data = self._connection.take(min(limit, self._remaining_bytes))
+        self._remaining_bytes -= len(data)
+        if not self._remaining_bytes:
             if self._is_chunked:
                 self._connection.take_until(b"\r\n", 2)
             else:
@@ -120,18 +120,18 @@ class Body:
     def _begin_chunk(self) -> bool:
         line = self._connection.take_until(b"\r\n", 1024)
         try:
-            self._remaining = int(line.split(b";", 1)[0].strip(), 16)
+            self._remaining_bytes = int(line.split(b";", 1)[0].strip(), 16)
         except ValueError:
             raise ConnectionLost from None
-        if self._remaining < 0:
+        if self._remaining_bytes < 0:
             raise ConnectionLost
-        while not self._remaining:
+        while not self._remaining_bytes:
             if not self._connection.take_until(b"\r\n", MAX_HEAD_BYTES):
                 return False
         return True
 
     def read_all(self, limit: int = MAX_JSON_BYTES) -> bytes:
-        if not self._is_chunked and self._remaining > limit:
+        if not self._is_chunked and self._remaining_bytes > limit:
             raise _make_too_large_error(limit)
         pieces, size = [], 0
         while not self.is_finished:
@@ -146,7 +146,7 @@ class Body:
         """Read the rest of the body and return True if it is short and its length is known; otherwise return False."""
         if self.is_finished:
             return True
-        if self._is_chunked or self._expects_continue or self._remaining > PIECE_SIZE:
+        if self._is_chunked or self._expects_continue or self._remaining_bytes > PIECE_SIZE:
             return False
         while not self.is_finished:
             self.read()
@@ -248,17 +248,19 @@ class Reply:
         else:
             self.send(status, body, b"application/json")
 
-    def send(self, status: int, body: bytes = b"", content_type: bytes = b"", extra: bytes = b"") -> None:
-        head = self._format_head(status, content_type, extra)
+    def send(self, status: int, body: bytes = b"", content_type: bytes = b"", extra_headers: bytes = b"") -> None:
+        head = self._format_head(status, content_type, extra_headers)
         if status != 204:
             head += b"Content-Length: %d\r\n" % len(body)
         self.has_begun = True
         self.connection.send(head + b"\r\n" + body)
         self.is_complete = True
 
-    def begin(self, content_type: bytes, first: bytes = b"", *, length: int | None = None, extra: bytes = b"") -> None:
+    def begin(
+        self, content_type: bytes, first_data: bytes = b"", *, length: int | None = None, extra_headers: bytes = b""
+    ) -> None:
         """Send the head and the first bytes of a streamed response, which is chunked unless ``length`` is set."""
-        head = self._format_head(200, content_type, extra)
+        head = self._format_head(200, content_type, extra_headers)
         self._is_chunked = length is None and self._request.accepts_chunked
         if length is not None:
             head += b"Content-Length: %d\r\n" % length
@@ -267,14 +269,14 @@ class Reply:
         else:
             self._request.keep_alive = False
         self.has_begun = True
-        self.connection.send(head + b"\r\n" + self._encode_chunk(first))
+        self.connection.send(head + b"\r\n" + self._encode_chunk(first_data))
 
     def write(self, data: bytes) -> None:
         if data:
             self.connection.send(self._encode_chunk(data))
 
-    def end(self, last: bytes = b"") -> None:
-        data = self._encode_chunk(last) + (b"0\r\n\r\n" if self._is_chunked else b"")
+    def end(self, last_data: bytes = b"") -> None:
+        data = self._encode_chunk(last_data) + (b"0\r\n\r\n" if self._is_chunked else b"")
         if data:
             self.connection.send(data)
         self.is_complete = True
@@ -284,10 +286,10 @@ class Reply:
             return data
         return b"%x\r\n%s\r\n" % (len(data), data)
 
-    def _format_head(self, status: int, content_type: bytes, extra: bytes) -> bytes:
+    def _format_head(self, status: int, content_type: bytes, extra_headers: bytes) -> bytes:
         head = b"HTTP/1.1 %d %s\r\n" % (status, REASON_PHRASES.get(status, b"Error"))
         if content_type:
             head += b"Content-Type: " + content_type + b"\r\n"
         if not self._request.keep_alive:
             head += b"Connection: close\r\n"
-        return head + extra
+        return head + extra_headers

@@ -94,13 +94,18 @@ class Context:
     """A context, which runs one cell at a time. The first cell starts the kernel."""
 
     def __init__(
-        self, context_id: str, language: str, cwd: str, environment: Callable[[], dict[str, str]], idle: IdleReader
+        self,
+        context_id: str,
+        language: str,
+        cwd: str,
+        environment: Callable[[], dict[str, str]],
+        idle_reader: IdleReader,
     ) -> None:
         self.id = context_id
         self.language = language
         self.cwd = cwd
         self._environment = environment
-        self._idle_reader = idle
+        self._idle_reader = idle_reader
         self._queue = Queue()
         self._lock = threading.Lock()
         self._kernel: Kernel | None = None

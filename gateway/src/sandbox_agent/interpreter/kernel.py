@@ -75,13 +75,13 @@ class Kernel:
         self._loop: Any = None
         self._lock = _thread.allocate_lock()
         self._main_thread = _thread.get_ident()
-        self._running = False
+        self._is_running = False
         self._is_forked_child = False
         # While armed, an interrupt ends the user's code. It must never end the kernel's own code.
         self._is_armed = False
-        self._signals = 0
+        self._signal_count = 0
         self._signalled_at = 0.0
-        self._foreign_signals = 0
+        self._foreign_signal_count = 0
         self._is_sending = False
         self._was_interrupted = False
 
@@ -100,7 +100,7 @@ class Kernel:
         lines: list[bytes] = []
         previous_env = {name: os.environ.get(name) for name in request["env"]}
         self._was_interrupted = False
-        self._running = True
+        self._is_running = True
         try:
             try:
                 for name, value in [*request["changes"].items(), *request["env"].items()]:
@@ -108,11 +108,11 @@ class Kernel:
                 self._await_interrupts(request["interrupts"])
                 self._is_armed = True
                 if (
-                    self._signals - self._foreign_signals > request["interrupts"]
+                    self._signal_count - self._foreign_signal_count > request["interrupts"]
                     and self._signalled_at >= request["sent"]
                 ):
                     raise KeyboardInterrupt
-                self._foreign_signals = self._signals - request["interrupts"]
+                self._foreign_signal_count = self._signal_count - request["interrupts"]
                 self._run(request, lines)
             finally:
                 self._is_armed = False
@@ -124,7 +124,7 @@ class Kernel:
         for name, value in previous_env.items():
             _set_variable(name, value)
         with self._lock:
-            self._running = False
+            self._is_running = False
             try:
                 self._send(*[(EVENT, line) for line in lines], (DONE, b"%d" % request["count"]))
             except OSError:
@@ -133,7 +133,7 @@ class Kernel:
     def _await_interrupts(self, count: int) -> None:
         """Wait for all ``count`` interrupts of earlier cells, so that none of them interrupts this cell."""
         for _ in range(_INTERRUPT_WAIT_MS):
-            if self._signals - self._foreign_signals >= count:
+            if self._signal_count - self._foreign_signal_count >= count:
                 return
             time.sleep(0.001)
 
@@ -210,7 +210,7 @@ class Kernel:
         self._is_sending = self._is_sending or is_main_thread
         try:
             with self._lock:
-                if self._running:
+                if self._is_running:
                     self._send((SYNC, line))
                     if self._receive() is None:
                         os._exit(0)
@@ -222,7 +222,7 @@ class Kernel:
             raise KeyboardInterrupt
 
     def handle_interrupt(self, number: int, frame: FrameType | None) -> None:
-        self._signals += 1
+        self._signal_count += 1
         self._signalled_at = time.monotonic()
         if self._is_armed and self._is_sending:
             self._was_interrupted = True

@@ -211,7 +211,7 @@ class _CellRun:
             has_frames, has_ended = self._channel_fd in ready_events, self._exit_fd in ready_events
             for fd in list(self._open_outputs):
                 if fd in ready_events:
-                    self._forward_output(fd, empty=has_frames or has_ended)
+                    self._forward_output(fd, until_empty=has_frames or has_ended)
             if has_frames:
                 has_ended = self._read_channel(ready_events[self._channel_fd]) or has_ended
             if self._status is None:
@@ -219,7 +219,7 @@ class _CellRun:
                     self._read_last_output()
                 self._flush_response()
         for fd in self._decoders:
-            self._handle_text(fd, b"", final=True)
+            self._handle_text(fd, b"", is_final=True)
 
     def _compute_poll_timeout_ms(self) -> float | None:
         """Return the milliseconds until the next deadline; None if there is none."""
@@ -271,10 +271,10 @@ class _CellRun:
 
     # -- from the kernel ---------------------------------------------------------------------------------------------
 
-    def _forward_output(self, fd: int, *, empty: bool) -> None:
+    def _forward_output(self, fd: int, *, until_empty: bool) -> None:
         """Forward a piece of the output.
 
-        ``empty``: whether to forward everything in the pipe, up to its maximum capacity.
+        ``until_empty``: whether to forward everything in the pipe, up to its maximum capacity.
         """
         forwarded_byte_count = 0
         while forwarded_byte_count < _MAX_PIPE_BYTES:
@@ -288,14 +288,14 @@ class _CellRun:
             self._handle_text(fd, data)
             self._flush_response(limit=child.PIECE_SIZE)
             forwarded_byte_count += len(data)
-            if not empty or len(data) < child.PIECE_SIZE:
+            if not until_empty or len(data) < child.PIECE_SIZE:
                 return
 
-    def _handle_text(self, fd: int, data: bytes, *, final: bool = False) -> None:
+    def _handle_text(self, fd: int, data: bytes, *, is_final: bool = False) -> None:
         decoder = self._decoders.get(fd)
         if decoder is None:
             decoder = self._decoders[fd] = codecs.getincrementaldecoder("utf-8")("replace")
-        text = decoder.decode(data, final)
+        text = decoder.decode(data, is_final)
         if text and not self._is_client_gone:
             self._response.handle_text(self._kernel.outputs[fd], text)
 
@@ -317,7 +317,7 @@ class _CellRun:
         for kind, content in self._language.parse(data):
             if kind == "done":
                 for fd in list(self._open_outputs) if has_just_begun else ():
-                    self._forward_output(fd, empty=True)  # the pipes may have filled since the poll
+                    self._forward_output(fd, until_empty=True)  # the pipes may have filled since the poll
                 self._finish(content)
                 return False
             if kind == "broken":
@@ -366,7 +366,7 @@ class _CellRun:
         """
         description = self._kernel.describe_end()
         for fd in list(self._open_outputs):
-            self._forward_output(fd, empty=True)
+            self._forward_output(fd, until_empty=True)
         while self._status is None and _is_readable(self._channel_fd, 0):
             if self._read_channel(select.POLLIN):
                 break
@@ -387,7 +387,7 @@ class _CellRun:
 
     def _flush_response(self, limit: int = 0) -> None:
         """Send the pending bytes of the response if there are more than ``limit``."""
-        if self._response.pending > limit:
+        if self._response.pending_byte_count > limit:
             self._send_head_at = None
             self._send_to_client(self._response.flush)
 

@@ -322,10 +322,10 @@ def _derive_code_token(token: bytes) -> bytes:
     return sha256(b"code " + token).hexdigest().encode()
 
 
-def _is_equal(expected: bytes, token: str) -> bool:
+def _is_equal(expected_token: bytes, token: str) -> bool:
     from hmac import compare_digest
 
-    return compare_digest(expected, token.encode("latin-1"))
+    return compare_digest(expected_token, token.encode("latin-1"))
 
 
 def _check_text(message: dict[str, Any], key: str, alphabet: str, max_length: int) -> str:

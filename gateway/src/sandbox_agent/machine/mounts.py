@@ -57,8 +57,8 @@ def handle(request: Request, reply: Reply, *, managed: bool) -> None:
             "failed_precondition", "the agent does not manage this machine: start the agent without --unmanaged"
         )
     with _lock:
-        mounted, unmounted = _reconcile(desired_mounts)
-    reply.json({"mounted": mounted, "unmounted": unmounted})
+        mounted_paths, unmounted_paths = _reconcile(desired_mounts)
+    reply.json({"mounted": mounted_paths, "unmounted": unmounted_paths})
 
 
 def _parse_mounts(message: dict[str, Any]) -> list[Mount]:

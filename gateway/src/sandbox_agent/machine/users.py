@@ -94,14 +94,14 @@ def _parse_basic(header: str) -> str:
         ) from None
 
 
-def user_name(uid: int) -> str:
+def find_user_name(uid: int) -> str:
     try:
         return pwd.getpwuid(uid).pw_name
     except KeyError:
         return str(uid)
 
 
-def group_name(gid: int) -> str:
+def find_group_name(gid: int) -> str:
     try:
         return grp.getgrgid(gid).gr_name
     except KeyError:

@@ -56,8 +56,8 @@ class ExecHandler:
                 "exitCode": exit_code,
                 "stdout": _encode(command_run.output[0]),
                 "stderr": _encode(command_run.output[1]),
-                "timedOut": command_run.timed_out,
-                "truncated": command_run.truncated,
+                "timedOut": command_run.has_timed_out,
+                "truncated": command_run.is_truncated,
             }
         )
 
@@ -67,8 +67,8 @@ class CommandRun:
 
     def __init__(self, stdin: bytes, seconds: float) -> None:
         self.output: list[list[bytes]] = [[], []]
-        self.timed_out = False
-        self.truncated = False
+        self.has_timed_out = False
+        self.is_truncated = False
         self._sizes = [0, 0]
         self._stdin = memoryview(stdin)
         self._deadline = time.monotonic() + seconds
@@ -106,10 +106,10 @@ class CommandRun:
             poll.register(stdin_fd, select.POLLOUT)
         while True:
             remaining_seconds = self._deadline - time.monotonic()
-            if remaining_seconds <= 0 and not self.timed_out:
-                self.timed_out = True
+            if remaining_seconds <= 0 and not self.has_timed_out:
+                self.has_timed_out = True
                 child.kill_group(process)
-            ready_fds = [fd for fd, _ in poll.poll(None if self.timed_out else remaining_seconds * 1000 + 1)]
+            ready_fds = [fd for fd, _ in poll.poll(None if self.has_timed_out else remaining_seconds * 1000 + 1)]
             for fd in ready_fds:
                 if fd == stdin_fd:
                     self._write_stdin(process, poll)
@@ -141,7 +141,7 @@ class CommandRun:
     def _append(self, stream: int, data: bytes) -> None:
         free_bytes = MAX_OUTPUT_BYTES - self._sizes[stream]
         if len(data) > free_bytes:
-            self.truncated = True
+            self.is_truncated = True
             data = data[:free_bytes]
         self._sizes[stream] += len(data)
         self.output[stream].append(data)

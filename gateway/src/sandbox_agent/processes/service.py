@@ -116,12 +116,12 @@ class ProcessService:
                 chunks, end_event = follower.take(timeout)
                 frames = b"".join([_make_data_frame(kind, data) for kind, data in chunks])
                 is_past_deadline = stream.deadline is not None and time.monotonic() >= stream.deadline
-                if is_past_deadline and (end_event is None or process.overdue):
+                if is_past_deadline and (end_event is None or process.is_overdue):
                     if frames:
                         stream.send(frames)
                     raise Failure("deadline_exceeded", "the request's deadline passed before the process ended")
                 if end_event is not None:
-                    stream.end(before=frames + encode_frame(json.dumps({"event": {"end": end_event}}).encode()))
+                    stream.end(frames=frames + encode_frame(json.dumps({"event": {"end": end_event}}).encode()))
                     return
                 stream.send(frames or _KEEPALIVE_FRAME)
         finally:
@@ -147,7 +147,7 @@ class ProcessService:
             self._receive_input(stream)
         finally:
             stream.set_idle_timeout(IDLE_TIMEOUT_SECONDS)
-        stream.end(before=encode_frame(b"{}"))
+        stream.end(frames=encode_frame(b"{}"))
 
     def _receive_input(self, stream: Stream) -> None:
         process = None
@@ -202,8 +202,8 @@ def _describe_config(argv: list[str], envs: dict[str, str], cwd: str) -> dict[st
 
 
 def _make_data_frame(kind: str, data: bytes) -> bytes:
-    encoded = binascii.b2a_base64(data, newline=False)
-    return encode_frame(b'{"event":{"data":{"%s":"%s"}}}' % (kind.encode(), encoded))
+    encoded_data = binascii.b2a_base64(data, newline=False)
+    return encode_frame(b'{"event":{"data":{"%s":"%s"}}}' % (kind.encode(), encoded_data))
 
 
 def _write_input(process: Process, message: dict[str, Any]) -> None:
