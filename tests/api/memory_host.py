@@ -445,7 +445,7 @@ class MemoryHost:
         self.saved.pop(sandbox.id, None)
         await self.discard(sandbox)
 
-    def files_of(self, snapshot: Snapshot) -> dict[str, str]:
+    def get_file_paths(self, snapshot: Snapshot) -> dict[str, str]:
         return {"dir": f"/memory/{snapshot.id}"}
 
     def memory_problem(self, snapshot: Snapshot) -> str:

@@ -304,7 +304,7 @@ def test_names_are_split_into_pool_and_filesystem() -> None:
         ("pool@b", "pool", "pool"),
         ("pool#mark", "pool", "pool#mark"),
     ):
-        assert (names.pool_of(name), names.filesystem_of(name)) == (pool, filesystem)
+        assert (names.get_pool_name(name), names.get_filesystem_name(name)) == (pool, filesystem)
     assert names.decode_name("ä") == names.decode_name("ä".encode()) == "ä"
     with pytest.raises(NameInvalid):
         names.decode_name(b"\xff")

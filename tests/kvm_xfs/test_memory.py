@@ -62,7 +62,7 @@ class MappedImage:
 
 def list_page_numbers(ram: Ram, runs: Runs) -> set[int]:
     numbers = set()
-    for offset, length in zip(ram.offsets(runs), runs[:, 1].tolist(), strict=True):
+    for offset, length in zip(ram.compute_offsets(runs), runs[:, 1].tolist(), strict=True):
         numbers |= set(range(offset // PAGE_BYTES, (offset + length) // PAGE_BYTES))
     return numbers
 

@@ -26,11 +26,11 @@ from zfs_core.names import (
     Name,
     accepts_bytes,
     decode_name,
+    get_pool_name,
+    get_short_name,
     is_bookmark_name,
     is_snapshot_name,
     is_too_long,
-    pool_of,
-    short_name_of,
     validate_bookmark_name,
     validate_filesystem_name,
 )
@@ -90,7 +90,7 @@ def _find_name_error(name: str, source: str, sources: Mapping[str, str]) -> ZFSE
         return BookmarkSourceInvalid(source)
     if is_too_long(name):
         return NameTooLong(name)
-    if any(pool_of(each) != pool_of(name) for each in sources):
+    if any(get_pool_name(each) != get_pool_name(name) for each in sources):
         return PoolsDiffer(name)
     return None
 
@@ -112,7 +112,7 @@ def lzc_get_bookmarks(fsname: Name, props: Iterable[Name] | None = None) -> dict
         check(outcome, target, "list bookmarks", {Cause.MISSING: FilesystemNotFound}).output, len(columns)
     )
     return {
-        short_name_of(row[0]): {name: int(value) for name, value in zip(prop_names, row[1:], strict=True)}
+        get_short_name(row[0]): {name: int(value) for name, value in zip(prop_names, row[1:], strict=True)}
         for row in rows
     }
 

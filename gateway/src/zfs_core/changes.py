@@ -7,7 +7,7 @@ import struct
 from zfs_core.capabilities import detect_capabilities
 from zfs_core.exceptions import SnapshotMismatch, SnapshotNotFound, ZFSOutputError
 from zfs_core.listing import list_snapshots, lzc_exists
-from zfs_core.names import Name, filesystem_of, validate_filesystem_name, validate_snapshot_name
+from zfs_core.names import Name, get_filesystem_name, validate_filesystem_name, validate_snapshot_name
 from zfs_core.outcome import make_error
 from zfs_core.parse import parse_get
 from zfs_core.process import read_first_bytes
@@ -61,10 +61,10 @@ def _get_origin(filesystem: str) -> str:
 def _check_descent(snap: str, ancestor: str) -> bool:
     """Return True if ``snap`` is ``ancestor`` or descends from it. Otherwise, raise SnapshotMismatch."""
     while snap != "-":
-        snapshots = list_snapshots(filesystem_of(snap))
+        snapshots = list_snapshots(get_filesystem_name(snap))
         if ancestor in snapshots[: snapshots.index(snap) + 1]:
             return True
-        snap = _get_origin(filesystem_of(snap))
+        snap = _get_origin(get_filesystem_name(snap))
     raise SnapshotMismatch(ancestor)
 
 
@@ -76,12 +76,12 @@ _END_RECORD_TYPE = 5
 def _is_different(older_snapshot: str, newer_snapshot: str) -> bool:
     """Return whether the snapshot ``newer_snapshot`` differs from its ancestor ``older_snapshot``."""
     while newer_snapshot != older_snapshot:
-        snapshots = list_snapshots(filesystem_of(newer_snapshot)) if newer_snapshot != "-" else []
+        snapshots = list_snapshots(get_filesystem_name(newer_snapshot)) if newer_snapshot != "-" else []
         earlier_snapshots = snapshots[: snapshots.index(newer_snapshot)] if newer_snapshot in snapshots else []
         base_snapshot = (
             older_snapshot
             if older_snapshot in earlier_snapshots
-            else _get_origin(filesystem_of(newer_snapshot))
+            else _get_origin(get_filesystem_name(newer_snapshot))
             if newer_snapshot in snapshots
             else "-"
         )

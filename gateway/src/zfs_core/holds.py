@@ -26,11 +26,11 @@ from zfs_core.names import (
     Name,
     accepts_bytes,
     decode_name,
+    get_pool_name,
+    get_short_name,
     is_filesystem_name,
     is_snapshot_name,
     is_too_long,
-    pool_of,
-    short_name_of,
     validate_existing_name,
 )
 from zfs_core.outcome import check, make_error
@@ -146,9 +146,9 @@ def _check_holds(
     failure_class: type[HoldFailure] | type[HoldReleaseFailure],
 ) -> None:
     errors: list[ZFSError] = [NameInvalid(name) for name in names if not is_snapshot_name(name)]
-    errors += [NameTooLong(name) for name in names if is_too_long(short_name_of(name)) and is_snapshot_name(name)]
+    errors += [NameTooLong(name) for name in names if is_too_long(get_short_name(name)) and is_snapshot_name(name)]
     errors += [error for each in tags.values() for tag in each if (error := _find_tag_error(tag))]
-    if not errors and len({pool_of(name) for name in names}) > 1:
+    if not errors and len({get_pool_name(name) for name in names}) > 1:
         errors = [PoolsDiffer(None)]
     if errors:
         raise failure_class(errors)

@@ -11,9 +11,9 @@ from zfs_core.exceptions import FilesystemNotFound, NameInvalid, NameTooLong, ZF
 from zfs_core.names import (
     Name,
     accepts_bytes,
-    filesystem_of,
+    get_filesystem_name,
+    get_pool_name,
     is_snapshot_name,
-    pool_of,
     validate_existing_name,
     validate_filesystem_name,
     validate_snapshot_name,
@@ -141,7 +141,7 @@ def list_snapshots(filesystem: Name) -> list[str]:
     outcome = run("list", "-H", "-t", "snapshot", "-d", "1", "-s", "createtxg", "-o", "name", target, name=target)
     # If there are no snapshots, OpenZFS may print a message on standard error and still succeed.
     rows = parse_table(check(outcome, target, "list snapshots", {Cause.MISSING: FilesystemNotFound}).output, 1)
-    return [name for (name,) in rows if filesystem_of(name) == target]
+    return [name for (name,) in rows if get_filesystem_name(name) == target]
 
 
 def list_clones(snap: Name) -> list[str]:
@@ -156,7 +156,7 @@ def list_clones_by_origin(snaps: Collection[str]) -> dict[str, list[str]]:
     Compares ``origin``, because zfs-fuse lacks the property ``clones``.
     """
     clones: dict[str, list[str]] = {snap: [] for snap in snaps}
-    for pool in {pool_of(snap) for snap in snaps}:
+    for pool in {get_pool_name(snap) for snap in snaps}:
         outcome = run("list", "-H", "-r", "-t", "filesystem,volume", "-o", "name,origin", pool, name=pool)
         for name, origin in parse_table(check(outcome, pool, "list").output, 2):
             if origin in clones:

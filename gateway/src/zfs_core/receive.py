@@ -36,7 +36,7 @@ from zfs_core.listing import find_types
 from zfs_core.names import (
     Name,
     accepts_bytes,
-    filesystem_of,
+    get_filesystem_name,
     validate_new_snapshot_name,
     validate_snapshot_name,
 )
@@ -349,7 +349,7 @@ def _check_destination(request: _Request) -> None:
 
     The command refuses these cases with less specific messages, or finds another way to receive the stream.
     """
-    filesystem, record = filesystem_of(request.target), request.begin_record
+    filesystem, record = get_filesystem_name(request.target), request.begin_record
     origins = [] if request.origin is None else [request.origin]
     types = find_types([request.target, filesystem, *origins])
     is_resuming = record is not None and record.is_resuming
@@ -374,7 +374,7 @@ def _check_destination(request: _Request) -> None:
 
 
 def _check_received(request: _Request, outcome: Outcome) -> None:
-    target, filesystem = request.target, filesystem_of(request.target)
+    target, filesystem = request.target, get_filesystem_name(request.target)
     specific_errors: dict[Cause, ErrorFactory] = {
         Cause.STREAM_MISMATCH: lambda _: StreamMismatch(filesystem),
         Cause.DESTINATION_MODIFIED: lambda _: DestinationModified(filesystem),

@@ -26,12 +26,12 @@ from zfs_core.names import (
     Name,
     accepts_bytes,
     decode_name,
+    get_pool_name,
+    get_short_name,
     is_bookmark_name,
     is_filesystem_name,
     is_snapshot_name,
     is_too_long,
-    pool_of,
-    short_name_of,
 )
 from zfs_core.outcome import Outcome, make_error
 from zfs_core.process import TRANSFER_TIMEOUT_SECONDS
@@ -151,7 +151,7 @@ def _validate_send_names(snapname: Name, fromsnap: Name | None, *, may_be_filesy
     for name in (source, target):
         if name is not None and is_too_long(name):
             raise NameTooLong(name)
-    if source is not None and pool_of(source) != pool_of(target):
+    if source is not None and get_pool_name(source) != get_pool_name(target):
         raise PoolsDiffer(target)
     return target, source
 
@@ -196,4 +196,4 @@ def _get_number(name: str, prop: str) -> int:
 
 
 def _get_dataset(name: str) -> str:
-    return name if is_filesystem_name(name) else name[: -len(short_name_of(name)) - 1]
+    return name if is_filesystem_name(name) else name[: -len(get_short_name(name)) - 1]

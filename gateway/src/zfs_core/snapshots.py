@@ -41,11 +41,11 @@ from zfs_core.names import (
     Name,
     accepts_bytes,
     decode_name,
-    filesystem_of,
+    get_filesystem_name,
+    get_pool_name,
+    get_short_name,
     is_snapshot_name,
     is_too_long,
-    pool_of,
-    short_name_of,
     validate_filesystem_name,
     validate_new_snapshot_name,
     validate_snapshot_name,
@@ -110,11 +110,11 @@ def _validate_new_names(snaps: Iterable[Name]) -> list[str]:
     name = _get_only_name(names)
     if not all(_is_new_snapshot_name(each) for each in names):
         raise SnapshotFailure([NameInvalid(name)])
-    if any(is_too_long(short_name_of(each)) for each in names):
+    if any(is_too_long(get_short_name(each)) for each in names):
         raise SnapshotFailure([NameTooLong(name)])
-    if len({pool_of(each) for each in names}) > 1:
+    if len({get_pool_name(each) for each in names}) > 1:
         raise SnapshotFailure([PoolsDiffer(name)])
-    if len({filesystem_of(each) for each in names}) < len(names):
+    if len({get_filesystem_name(each) for each in names}) < len(names):
         raise SnapshotFailure([DuplicateSnapshots(name)])
     if too_long_names := [each for each in names if is_too_long(each)]:
         raise SnapshotFailure([NameTooLong(each) for each in too_long_names])
@@ -147,11 +147,11 @@ def _find_obstacles(names: Sequence[str]) -> list[ZFSError]:
 
     The command mentions only some of them.
     """
-    existing_names = find_types([each for name in names for each in (name, filesystem_of(name))])
+    existing_names = find_types([each for name in names for each in (name, get_filesystem_name(name))])
     return [
         SnapshotExists(name) if name in existing_names else FilesystemNotFound(name)
         for name in names
-        if name in existing_names or filesystem_of(name) not in existing_names
+        if name in existing_names or get_filesystem_name(name) not in existing_names
     ]
 
 
@@ -180,9 +180,9 @@ def lzc_destroy_snaps(snaps: Iterable[Name], defer: bool) -> None:
     filesystem.
     """
     names = [decode_name(snap) for snap in snaps]
-    if too_long_names := [name for name in names if is_too_long(short_name_of(name))]:
+    if too_long_names := [name for name in names if is_too_long(get_short_name(name))]:
         raise SnapshotDestructionFailure([NameTooLong(name) for name in too_long_names])
-    if len({pool_of(name) for name in names}) > 1:
+    if len({get_pool_name(name) for name in names}) > 1:
         raise SnapshotDestructionFailure([PoolsDiffer(_get_only_name(names))])
     # The command would treat "%" and "," as a range or list of snapshots, and a name without "@" as a filesystem.
     possible_names = [name for name in names if is_snapshot_name(name) and not is_too_long(name)]
@@ -213,7 +213,7 @@ def _destroy_by_filesystem(names: Iterable[str], defer: bool) -> list[ZFSError]:
         return [error for name in names if (error := _destroy_snapshot(name, defer))]
     names_by_filesystem: dict[str, list[str]] = {}
     for name in dict.fromkeys(names):
-        names_by_filesystem.setdefault(filesystem_of(name), []).append(name)
+        names_by_filesystem.setdefault(get_filesystem_name(name), []).append(name)
     errors: list[ZFSError] = []
     for group in names_by_filesystem.values():
         for batch in split_names(group):
@@ -226,12 +226,14 @@ def _destroy_by_filesystem(names: Iterable[str], defer: bool) -> list[ZFSError]:
 def _destroy_batch(names: list[str], defer: bool) -> list[ZFSError]:
     """Destroy snapshots of one filesystem with one command, which destroys all of them or none."""
     if len(names) > 1:
-        other_short_names = [short_name_of(name) for name in names[1:]]
+        other_short_names = [get_short_name(name) for name in names[1:]]
         outcome = run("destroy", *(["-d"] if defer else []), ",".join([names[0], *other_short_names]), name=names[0])
         if outcome.cause is None:
             return []
         if outcome.cause in (Cause.MISSING, Cause.NO_POOL):  # None of them exists.
-            return [] if lzc_exists(pool_of(names[0])) else [outcome.explain(PoolNotFound(name)) for name in names]
+            return (
+                [] if lzc_exists(get_pool_name(names[0])) else [outcome.explain(PoolNotFound(name)) for name in names]
+            )
         if not defer:
             try:
                 _check_unused(names)
@@ -243,7 +245,7 @@ def _destroy_batch(names: list[str], defer: bool) -> list[ZFSError]:
 
 def _destroy_snapshot(name: str, defer: bool) -> ZFSError | None:
     outcome = run("destroy", *(["-d"] if defer else []), name, name=name)
-    if outcome.cause in (Cause.MISSING, Cause.NO_POOL) and not lzc_exists(pool_of(name)):
+    if outcome.cause in (Cause.MISSING, Cause.NO_POOL) and not lzc_exists(get_pool_name(name)):
         return outcome.explain(PoolNotFound(name))
     if outcome.cause in (None, Cause.MISSING):
         return None
@@ -279,7 +281,7 @@ def lzc_rollback_to(name: Name, snap: Name) -> None:
     ``zfs rollback SNAP``.
     """
     target, snapshot = validate_filesystem_name(name), validate_snapshot_name(snap)
-    if filesystem_of(snapshot) != target:
+    if get_filesystem_name(snapshot) != target:
         raise NameInvalid(snapshot)
     outcome = run_with_retries("rollback", snapshot, name=target)
     if outcome.cause is Cause.MISSING and not lzc_exists(target):
@@ -300,14 +302,14 @@ def lzc_snaprange_space(firstsnap: Name, lastsnap: Name) -> int:
             "lzc_snaprange_space: this version of ZFS cannot calculate the space used by snapshots"
         )
     first_name, last_name = validate_snapshot_name(firstsnap), validate_snapshot_name(lastsnap)
-    if pool_of(first_name) != pool_of(last_name):
+    if get_pool_name(first_name) != get_pool_name(last_name):
         raise PoolsDiffer(last_name)
     if len(find_types([first_name, last_name])) < len({first_name, last_name}):
         raise SnapshotNotFound(last_name)
-    snapshots = list_snapshots(filesystem_of(last_name))
+    snapshots = list_snapshots(get_filesystem_name(last_name))
     if first_name not in snapshots or snapshots.index(first_name) > snapshots.index(last_name):
         raise SnapshotMismatch(last_name)
-    outcome = run("destroy", "-d", "-n", "-v", "-p", f"{first_name}%{short_name_of(last_name)}", name=last_name)
+    outcome = run("destroy", "-d", "-n", "-v", "-p", f"{first_name}%{get_short_name(last_name)}", name=last_name)
     text = check(outcome, last_name, "calculate space used by range of snapshots").output
     sizes = [line.partition("\t")[2] for line in text.splitlines() if line.startswith("reclaim\t")]
     if len(sizes) != 1 or not sizes[0].isdecimal():

@@ -113,7 +113,7 @@ def test_the_record_of_a_snapshot_says_where_its_memory_is(store: Store, root: P
     location = manifest["host"]["memory"]
     assert location["root"] == str(root)
     assert list_images(root) == [f"{location['gateway']}/snapshots/{snapshot.id}.img"]
-    assert store.snapshots.files_of(snapshot)["memory"] == str(root / list_images(root)[0])
+    assert store.snapshots.get_file_paths(snapshot)["memory"] == str(root / list_images(root)[0])
     assert not (store.snapshots.files(snapshot).directory / "memory.img").exists()
     assert store.scan() == ([snapshot.id], [])
 
@@ -383,12 +383,12 @@ def test_a_machine_boots_while_the_root_is_not_mounted(store: Store, root: Path)
 
 
 def test_disk_reports_the_space_of_the_root_or_the_problem(store: Store, layout: Layout, root: Path) -> None:
-    disk = store.roots.disk()
+    disk = store.roots.measure_disk()
     assert disk is not None and disk.path == str(root) and 0 < disk.free <= disk.total and disk.problem == ""
     unmount(root)
-    disk = store.roots.disk()
+    disk = store.roots.measure_disk()
     assert disk is not None and disk.total == 0 and "not mounted" in disk.problem
-    assert Store(layout, None).roots.disk() is None
+    assert Store(layout, None).roots.measure_disk() is None
 
 
 def test_a_damaged_list_of_roots_is_reported(layout: Layout, root: Path) -> None:

@@ -134,7 +134,7 @@ class Scan:
     volume_snapshots: list[VolumeSnapshot] = field(default_factory=list)
     unreadable_sandboxes: list[str] = field(default_factory=list)
     """Paths of the sandboxes whose records could not be read."""
-    alive: set[str] = field(default_factory=set)
+    running_instances: set[str] = field(default_factory=set)
     """Instances whose machines still ran and were adopted."""
     repaired: list[str] = field(default_factory=list)
     """One sentence per object that was swept, quarantined or repaired."""
@@ -216,7 +216,7 @@ class SlowCommand:
 class StorageCommands:
     """The state of a host's storage commands. ``timeouts``: the number of commands killed since the gateway started."""
 
-    slow: Sequence[SlowCommand]
+    slow_commands: Sequence[SlowCommand]
     timeouts: int
 
 
@@ -322,7 +322,7 @@ class Host(Protocol):
     async def remove(self, sandbox: Sandbox) -> None:
         """Remove the sandbox's record first, then its machine and disk."""
 
-    def files_of(self, snapshot: Snapshot) -> dict[str, str]:
+    def get_file_paths(self, snapshot: Snapshot) -> dict[str, str]:
         """Return a snapshot's paths, for display: ``dir``, and ``memory`` and ``vmstate`` if it has such files."""
 
     def memory_problem(self, snapshot: Snapshot) -> str:

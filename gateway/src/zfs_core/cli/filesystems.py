@@ -9,7 +9,7 @@ from zfs_core.cli.failures import CommandError, Kind
 from zfs_core.cli.lookups import get_value, require_existing, require_parent
 from zfs_core.cli.report import Report
 from zfs_core.datasets import lzc_clone, lzc_create, lzc_promote, lzc_rename
-from zfs_core.names import pool_of
+from zfs_core.names import get_pool_name
 
 
 def create(options: Namespace, report: Report) -> None:
@@ -47,7 +47,7 @@ def _list_missing_parents(report: Report, name: str) -> list[str]:
 
 def clone(options: Namespace, report: Report) -> None:
     name, origin = options.name, options.snapshot
-    if pool_of(name) != pool_of(origin):
+    if get_pool_name(name) != get_pool_name(origin):
         raise CommandError(
             Kind.INVALID,
             f"{name!r} is not in the pool of {origin!r}: clone within one pool, or use lzc send and lzc receive",
@@ -76,7 +76,7 @@ def promote(options: Namespace, report: Report) -> None:
 
 def rename(options: Namespace, report: Report) -> None:
     old_name, new_name = options.name, options.new_name
-    if pool_of(old_name) != pool_of(new_name):
+    if get_pool_name(old_name) != get_pool_name(new_name):
         raise CommandError(
             Kind.INVALID,
             f"{new_name!r} is not in the pool of {old_name!r}: rename within one pool, or use lzc send and lzc receive",

@@ -10,7 +10,7 @@ from zfs_core.capabilities import detect_capabilities
 from zfs_core.cli.failures import CommandError, Kind
 from zfs_core.cli.lookups import quote
 from zfs_core.listing import list_datasets, list_snapshots
-from zfs_core.names import pool_of
+from zfs_core.names import get_pool_name
 from zfs_core.properties import get_props
 
 
@@ -81,7 +81,7 @@ def list_held_snapshots(snapshots: Sequence[str]) -> list[str]:
 def list_clones_by_origin(snapshots: Sequence[str]) -> dict[str, list[str]]:
     """Return the clones of these snapshots, by snapshot, without snapshots that have none."""
     wanted_names, result = set(snapshots), dict[str, list[str]]()
-    for pool in dict.fromkeys(map(pool_of, snapshots)):
+    for pool in dict.fromkeys(map(get_pool_name, snapshots)):
         datasets = list_datasets(pool, types="filesystem,volume")
         for name, props in get_props(datasets, ["origin"]).items():
             if props["origin"].value in wanted_names:

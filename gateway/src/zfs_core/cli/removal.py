@@ -13,7 +13,7 @@ from zfs_core.cli.losses import list_clones_by_origin, require_unused
 from zfs_core.cli.report import Report
 from zfs_core.datasets import lzc_destroy
 from zfs_core.listing import list_datasets, list_snapshots
-from zfs_core.names import filesystem_of, pool_of
+from zfs_core.names import get_filesystem_name, get_pool_name
 from zfs_core.properties import get_props, get_tree
 from zfs_core.snapshots import lzc_destroy_snaps
 
@@ -28,7 +28,7 @@ def destroy(options: Namespace, report: Report) -> None:
         raise CommandError(Kind.INVALID, message)
     if sum(map(bool, (snapshots, bookmarks, filesystems))) > 1:
         raise CommandError(Kind.INVALID, "destroy filesystems, snapshots and bookmarks with separate commands")
-    if pools := [name for name in filesystems if name == pool_of(name)]:
+    if pools := [name for name in filesystems if name == get_pool_name(name)]:
         raise CommandError(Kind.INVALID, f"{quote(pools)} is a pool: use zpool destroy, or name datasets below it")
     found_names = report.find(names)
     missing_names = [name for name in names if name not in found_names]
@@ -55,7 +55,7 @@ def _destroy_snapshots(names: list[str], missing_names: list[str], options: Name
     report.keep(*missing_names)
     names = [name for name in names if name not in missing_names]
     if not options.defer:
-        if len(set(map(pool_of, names))) > 1:
+        if len(set(map(get_pool_name, names))) > 1:
             raise CommandError(Kind.INVALID, "all snapshots must be in the same pool: run lzc once for each pool")
         require_unused(names, ", or pass --defer")
         if names:
@@ -85,7 +85,7 @@ def _has_same_name(snapshot: str, other_names: list[str]) -> bool:
 def _destroy_filesystems(names: list[str], recursive: bool, report: Report) -> None:
     """Destroy filesystems and volumes, after checking all of them."""
     origins: dict[str, str] = {}
-    for pool in dict.fromkeys(map(pool_of, names)):
+    for pool in dict.fromkeys(map(get_pool_name, names)):
         origins |= _read_origins(pool)
     prefixes = tuple(f"{name}/" for name in names)
     tree = {each for each in origins if each in names or (recursive and each.startswith(prefixes))}
@@ -99,7 +99,9 @@ def _destroy_filesystems(names: list[str], recursive: bool, report: Report) -> N
         raise CommandError(
             Kind.IN_USE, f"{quote(held_names)} is held: release its holds first (lzc holds, lzc release)", held_names
         )
-    outside_clones = [each for each, origin in origins.items() if each not in tree and filesystem_of(origin) in tree]
+    outside_clones = [
+        each for each, origin in origins.items() if each not in tree and get_filesystem_name(origin) in tree
+    ]
     if outside_clones:
         raise CommandError(
             Kind.IN_USE,
@@ -137,7 +139,7 @@ def order_for_removal(tree: Iterable[str], origins: Mapping[str, str]) -> list[s
     ordered: list[str] = []
     while remaining:
         needed_names = {each.rpartition("/")[0] for each in remaining} | {
-            filesystem_of(origins[each]) for each in remaining
+            get_filesystem_name(origins[each]) for each in remaining
         }
         free_names = [each for each in remaining if each not in needed_names]
         if not free_names:

@@ -23,7 +23,7 @@ from zfs_core.cli.losses import find_receive_losses
 from zfs_core.cli.report import Report
 from zfs_core.cli.resumable import find_resumed_snapshot, send_remainder
 from zfs_core.exceptions import ZFSError
-from zfs_core.names import filesystem_of
+from zfs_core.names import get_filesystem_name
 from zfs_core.receive import lzc_receive, lzc_receive_resumable, lzc_receive_with_header, receive_header
 from zfs_core.send import lzc_send
 
@@ -207,7 +207,7 @@ def _make_receiver_error(command: list[str], status: int, result: dict[str, obje
 def receive(options: Namespace, report: Report) -> None:
     if (options.destroy_newer or options.replace) and not options.force:
         raise CommandError(Kind.INVALID, "--destroy-newer and --replace require --force: add it, or omit them")
-    target, filesystem = _find_target(options, report), filesystem_of(options.target)
+    target, filesystem = _find_target(options, report), get_filesystem_name(options.target)
     if report.exists(target):
         if not options.if_absent:
             raise CommandError(Kind.EXISTS, f"{target!r} exists already: choose another name, or pass --if-absent")

@@ -150,7 +150,7 @@ class Disks:
         """Update the ZFS names in the records of snapshots. A name changes when the snapshot's sandbox is removed."""
         for snapshot in self._snapshots.values():
             with contextlib.suppress(NotFound):
-                snapshot.host["zfsSnapshot"] = self._storage.snapshots.full_name(snapshot.id)
+                snapshot.host["zfsSnapshot"] = self._storage.snapshots.get_full_name(snapshot.id)
 
     # -- queries ----------------------------------------------------------------------------------------------------
 

@@ -156,7 +156,7 @@ class JailZfsHost:
 
     async def room(self) -> Room:
         (disk_free, disk_total), memory = await asyncio.gather(
-            run_in_thread(self._storage.space), read_memory(self._run)
+            run_in_thread(self._storage.measure_space), read_memory(self._run)
         )
         return Room(disk_free, disk_total, *memory)
 
@@ -274,7 +274,7 @@ class JailZfsHost:
     async def remove_snapshot(self, snapshot: Snapshot) -> None:
         await self._disks.remove_snapshot(snapshot)
 
-    def files_of(self, snapshot: Snapshot) -> dict[str, str]:
+    def get_file_paths(self, snapshot: Snapshot) -> dict[str, str]:
         return {"dir": str(snapshot.host.get("zfsSnapshot", ""))}
 
     def memory_problem(self, snapshot: Snapshot) -> str:

@@ -50,20 +50,22 @@ class JailRecovery:
         for sandbox in storage_scan.sandboxes:
             if self._adopt(sandbox, jails.get(sandbox.instance, [])):
                 del jails[sandbox.instance]
-                scan.alive.add(sandbox.instance)
+                scan.running_instances.add(sandbox.instance)
         for instance, stray_jails in jails.items():
             await self._tear_down(instance, stray_jails)
-            if any(not jail.dying for jail in stray_jails):
+            if any(not jail.is_dying for jail in stray_jails):
                 scan.repaired.append(f"removed the jail {stray_jails[0].name}, which belonged to no sandbox")
         scan.repaired += await self._sweep()
         scan.repaired += await self._volumes.recover(storage_scan.sandboxes)
-        adopted_sandboxes = (sandbox for sandbox in storage_scan.sandboxes if sandbox.instance in scan.alive)
+        adopted_sandboxes = (
+            sandbox for sandbox in storage_scan.sandboxes if sandbox.instance in scan.running_instances
+        )
         await finish_despite_cancellation(wait_for_all(*map(self._runner.restore_network, adopted_sandboxes)))
         return scan
 
     def _adopt(self, sandbox: Sandbox, jails: Sequence[Jail]) -> bool:
         name, number = sandbox.host.get("jail"), sandbox.host.get("number")
-        if [jail.name for jail in jails if not jail.dying] != [name]:
+        if [jail.name for jail in jails if not jail.is_dying] != [name]:
             return False
         return self._register.adopt(sandbox.instance, str(name), number, self._disks.path(sandbox.instance))
 

@@ -91,7 +91,7 @@ class StreamTarget:
             raise _make_no_space_error(self._directory, "import the snapshot") from error
 
     async def commit(self) -> None:
-        self._snapshot.host = {"zfsSnapshot": self._streams.full_name(self._snapshot)}
+        self._snapshot.host = {"zfsSnapshot": self._streams.get_full_name(self._snapshot)}
         await finish_despite_cancellation(run_in_thread(self._receive))
         self._on_commit(self._snapshot)
 

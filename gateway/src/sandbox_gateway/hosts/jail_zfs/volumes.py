@@ -70,7 +70,7 @@ class JailVolumes:
             self._background.start(self._retry(volume.id, "removed", self._volume_storage.finish_removal))
 
     async def state(self, volume: Volume) -> VolumeState:
-        used_bytes = await run_in_thread(self._volume_storage.used_bytes, volume.id)
+        used_bytes = await run_in_thread(self._volume_storage.count_used_bytes, volume.id)
         return VolumeState(used_bytes, self._mounts.describe_stuck_mounts(self._create_mount_filter(volume.id)))
 
     async def capture(self, snapshot: VolumeSnapshot) -> None:

@@ -86,7 +86,7 @@ class Cgroups:
                 log.warning("a control group is not empty", instance=instance)
         self._remove_empty_roots()
 
-    def memory_bytes(self, instance: str) -> int | None:
+    def read_memory_bytes(self, instance: str) -> int | None:
         """Return the bytes of memory charged to the machine, including page cache, or None if they are unknown."""
         hierarchy = self._hierarchies.get("memory")
         if hierarchy is None:

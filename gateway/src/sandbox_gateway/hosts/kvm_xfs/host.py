@@ -257,8 +257,8 @@ class KvmXfsHost:
         with translated_os_errors():
             await asyncio.to_thread(self._snapshots.remove, snapshot)
 
-    def files_of(self, snapshot: Snapshot) -> dict[str, str]:
-        return self._snapshots.files_of(snapshot)
+    def get_file_paths(self, snapshot: Snapshot) -> dict[str, str]:
+        return self._snapshots.get_file_paths(snapshot)
 
     def memory_problem(self, snapshot: Snapshot) -> str:
         return self._memory_roots.memory_problem(snapshot)
@@ -363,7 +363,7 @@ class KvmXfsHost:
             disk_bytes = await asyncio.to_thread(reflink.count_unique_bytes, files.disk)
             image_bytes = await asyncio.to_thread(instances.measure_image, files)
         started_machine = self._machines.find(sandbox)
-        memory_bytes = await asyncio.to_thread(started_machine.machine.memory_bytes) if started_machine else 0
+        memory_bytes = await asyncio.to_thread(started_machine.machine.read_memory_bytes) if started_machine else 0
         return Usage(disk_bytes=disk_bytes, memory_bytes=memory_bytes, image_bytes=image_bytes)
 
     async def loads(self, sandboxes: Sequence[Sandbox]) -> dict[str, Load]:
@@ -433,7 +433,7 @@ def _read_room(root: Path, memory_roots: MemoryRoots) -> Room:
     status = os.statvfs(root)
     memory_free, memory_total = read_memory()
     disk_free, disk_total = status.f_bavail * status.f_frsize, status.f_blocks * status.f_frsize
-    return Room(disk_free, disk_total, memory_free, memory_total, memory_roots.disk())
+    return Room(disk_free, disk_total, memory_free, memory_total, memory_roots.measure_disk())
 
 
 def _get_boot_image_check(sandbox: Sandbox) -> ImageCheck | None:

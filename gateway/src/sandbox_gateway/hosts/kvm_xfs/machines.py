@@ -111,7 +111,7 @@ class Machines:
         answers = await asyncio.gather(*map(is_stalled, machines.values()))
         return {instance for instance, answer in zip(machines, answers, strict=True) if answer}
 
-    def addresses(self) -> dict[str, str]:
+    def list_addresses(self) -> dict[str, str]:
         """Return the host-side address of each machine, keyed by instance."""
         return {
             instance: started_machine.slot.host_address for instance, started_machine in self._started_machines.items()
@@ -167,9 +167,11 @@ class Machines:
                 continue
             if was_stopped:
                 scan.repaired.append(f"the machine {instance} was stopped and has been resumed")
-            scan.alive.add(instance)
+            scan.running_instances.add(instance)
         if instances_with_old_logs := {
-            each for each in scan.alive if bounded_log.has_old_log(self._started_machines[each].machine.files.directory)
+            each
+            for each in scan.running_instances
+            if bounded_log.has_old_log(self._started_machines[each].machine.files.directory)
         }:
             self._old_logs = asyncio.create_task(self._empty_old_logs(instances_with_old_logs))
 

@@ -49,7 +49,7 @@ class KvmRecovery:
         scan.unreadable_sandboxes = self._quarantine.list_quarantined_paths(self._layout.sandboxes)
         await self._volumes.find(scan, reader)
         await self._machines.adopt(scan)
-        await self._volumes.adopt(scan, self._machines.addresses())
+        await self._volumes.adopt(scan, self._machines.list_addresses())
         self._remove_orphaned_files(scan)
         await asyncio.to_thread(self._memory_roots.sweep, self._quarantine, scan.repaired)
         return scan

@@ -80,7 +80,7 @@ class RootDataset:
         finally:
             self._tree_lock.release()
 
-    def child(self, container: str, name: str) -> str:
+    def make_child_name(self, container: str, name: str) -> str:
         """Return the full name of a dataset in one of CONTAINERS."""
         return f"{self.dataset}/{container}/{name}"
 

@@ -116,7 +116,7 @@ class MemoryRoots:
                     held_images.remove_targets([file])
                     repaired.append(f"removed the memory image {file}, which belonged to no machine")
 
-    def disk(self) -> MemoryDisk | None:
+    def measure_disk(self) -> MemoryDisk | None:
         """Return the space on the configured root's file system, or None if images are stored in the state root."""
         if self._root is None:
             return None

@@ -101,7 +101,7 @@ class Snapshots:
             commit_protocol.remove_durably(files.directory)
             _remove_external_image(files)
 
-    def files_of(self, snapshot: Snapshot) -> dict[str, str]:
+    def get_file_paths(self, snapshot: Snapshot) -> dict[str, str]:
         """Return the paths of a snapshot's directory and memory files, for display."""
         files = self.files(snapshot)
         paths = {"dir": str(files.directory)}

@@ -71,7 +71,7 @@ class Copier:
 
     def _write(self, runs: Runs, data: NDArray[np.uint8]) -> None:
         position = 0
-        for offset, length in zip(self._ram.offsets(runs), runs[:, 1].tolist(), strict=True):
+        for offset, length in zip(self._ram.compute_offsets(runs), runs[:, 1].tolist(), strict=True):
             contents = data[position : position + length]
             position += length
             first_page = offset // PAGE_BYTES

@@ -55,7 +55,7 @@ class Ram:
         """Return all pages, as one run for each area."""
         return np.array([(area.start, area.end - area.start) for area in self.areas], dtype=np.uint64).reshape(-1, 2)
 
-    def offsets(self, runs: Runs) -> list[int]:
+    def compute_offsets(self, runs: Runs) -> list[int]:
         """Return each run's offset in the image."""
         starts = runs[:, 0]
         offsets = np.zeros(len(runs), dtype=np.int64)

@@ -30,7 +30,13 @@ from collections.abc import Mapping
 from sandbox_gateway.config import Network
 from sandbox_gateway.errors import BackendFailed, Busy, Invalid
 from sandbox_gateway.hosts.kvm_xfs.network import links
-from sandbox_gateway.hosts.kvm_xfs.network.addresses import RUN_NETNS, Slot, count_slots, host_table, volume_address
+from sandbox_gateway.hosts.kvm_xfs.network.addresses import (
+    RUN_NETNS,
+    Slot,
+    count_slots,
+    get_host_table,
+    get_volume_address,
+)
 from sandbox_gateway.hosts.kvm_xfs.network.name_policy import NamePolicy
 from sandbox_gateway.hosts.kvm_xfs.network.namespaces import run_in_thread, set_sysctl, share_run_netns
 from sandbox_gateway.hosts.kvm_xfs.network.resolver import Resolver, open_socket
@@ -299,8 +305,8 @@ class SlotPool:
         share_run_netns()
         set_sysctl("net/ipv4/ip_forward", "1")
         # Clean up after an older release, whose volume servers did not have a separate namespace.
-        links.remove_loopback_address(volume_address(self._network))
+        links.remove_loopback_address(get_volume_address(self._network))
 
     async def _clean_up_host(self) -> None:
         await run_in_thread(links.remove_volume_namespace, self._network)
-        await apply_on_host(build_table_removal(host_table(self._network)))
+        await apply_on_host(build_table_removal(get_host_table(self._network)))

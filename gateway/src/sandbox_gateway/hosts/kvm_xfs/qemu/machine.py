@@ -221,7 +221,7 @@ class Machine:
                 return str(await self.execute("ringbuf-read", {"device": "console", "size": 16384}))
         return self._final_console if self._console_log < 0 else _read_text(self._console_log)
 
-    def memory_bytes(self) -> int:
+    def read_memory_bytes(self) -> int:
         """Return the memory use of the process in bytes, with a proportional share of shared pages (PSS)."""
         for line in Path(f"/proc/{self.pid}/smaps_rollup").read_text().splitlines():
             if line.startswith("Pss:"):

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from sandbox_gateway.config import Network
-from sandbox_gateway.hosts.kvm_xfs.network.addresses import ALIAS_NETWORK, host_table
+from sandbox_gateway.hosts.kvm_xfs.network.addresses import ALIAS_NETWORK, get_host_table
 from sandbox_gateway.hosts.kvm_xfs.network.rules import VOLUME_ACCESS, VOLUME_ALIASES, apply_on_host
 
 
@@ -16,7 +16,7 @@ class VolumeAccess:
     """Manages, for each volume, the (sandbox address . server port) pairs for which the host accepts connections."""
 
     def __init__(self, network: Network, aliases: Aliases) -> None:
-        self._table = host_table(network)
+        self._table = get_host_table(network)
         self._aliases = aliases
         self._allowed: dict[str, set[str]] = {}
 
@@ -57,7 +57,7 @@ class Aliases:
     def __init__(self, network: Network) -> None:
         machine_id_file = Path("/etc/machine-id")
         machine_id = machine_id_file.read_bytes() if machine_id_file.exists() else b""
-        digest = hashlib.sha256(machine_id + host_table(network).encode()).digest()
+        digest = hashlib.sha256(machine_id + get_host_table(network).encode()).digest()
         self._factor = int.from_bytes(digest[:8], "big") | 1  # An odd factor gives each address a different alias.
         self._offset = int.from_bytes(digest[8:16], "big")
 

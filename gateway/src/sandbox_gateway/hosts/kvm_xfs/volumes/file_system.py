@@ -137,7 +137,7 @@ def sync(server: ServerProcess) -> None:
         os.close(root_fd)
 
 
-def used_bytes(server: ServerProcess) -> int:
+def count_used_bytes(server: ServerProcess) -> int:
     """Return how many bytes the files of a running server's volume use."""
     root_fd = server.open_root()
     try:

@@ -140,7 +140,7 @@ class KvmVolumes:
         failures = [share.update_failure] if share.update_failure else []
         try:
             return VolumeState(
-                await self._servers.used_bytes(volume.id, self._store.require_image(volume.id)), failures
+                await self._servers.count_used_bytes(volume.id, self._store.require_image(volume.id)), failures
             )
         except GatewayError as error:
             return VolumeState(0, [*failures, error.message])

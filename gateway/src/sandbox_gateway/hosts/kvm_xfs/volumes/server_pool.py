@@ -247,13 +247,13 @@ class ServerPool:
             else:
                 await self._restart(server)
 
-    async def used_bytes(self, volume: str, image: Path) -> int:
+    async def count_used_bytes(self, volume: str, image: Path) -> int:
         """Return how many bytes the files in the volume use, with or without a server."""
         server = self._servers.get(volume)
         if server is not None and not server.has_ended():
             with contextlib.suppress(BackendFailed):
                 return await run_with_timeout(
-                    lambda: file_system.used_bytes(server),
+                    lambda: file_system.count_used_bytes(server),
                     _USAGE_TIMEOUT_SECONDS,
                     f"the server for volume {volume} did not answer",
                 )
