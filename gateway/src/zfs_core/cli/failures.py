@@ -16,7 +16,7 @@ class Kind(Enum):
     FAILED = (1, "ZFS, or the command that receives a stream, failed for another reason")
     INVALID = (2, "an argument, a name or the value of a property is not valid")
     NOT_FOUND = (3, "a dataset, a snapshot, a hold, a parent or a pool does not exist")
-    EXISTS = (4, "the name or the hold exists already")
+    EXISTS = (4, "the name or the hold already exists")
     IN_USE = (5, "open files, holds, clones, children or newer snapshots prevent the change")
     NO_SPACE = (6, "the pool is full, or a quota is exceeded")
     STREAM = (7, "the stream is damaged or does not match the destination, or the two snapshots are not related")
@@ -71,9 +71,9 @@ _KINDS: tuple[tuple[tuple[type[ZFSError], ...], Kind, str], ...] = (
         Kind.IN_USE,
         "it is in use: close its files, or remove its snapshots, children and clones first",
     ),
-    ((exceptions.BookmarkExists,), Kind.EXISTS, "it exists already: choose another name, or pass --if-absent"),
-    ((exceptions.HoldExists,), Kind.EXISTS, "it has this hold already: choose another tag, or pass --if-absent"),
-    ((exceptions.DatasetExists,), Kind.EXISTS, "it exists already: choose another name, or pass --if-absent"),
+    ((exceptions.BookmarkExists,), Kind.EXISTS, "it already exists: choose another name, or pass --if-absent"),
+    ((exceptions.HoldExists,), Kind.EXISTS, "it already has this hold: choose another tag, or pass --if-absent"),
+    ((exceptions.DatasetExists,), Kind.EXISTS, "it already exists: choose another name, or pass --if-absent"),
     ((exceptions.HoldNotFound,), Kind.NOT_FOUND, "it does not have this hold: check the tag, or pass --if-present"),
     ((exceptions.ParentNotFound,), Kind.NOT_FOUND, "its parent does not exist: create it first, or pass --parents"),
     (

@@ -31,7 +31,7 @@ def create(options: Namespace, report: Report) -> None:
 
 def _keep_existing(name: str, options: Namespace, report: Report) -> None:
     if not options.if_absent:
-        raise CommandError(Kind.EXISTS, f"{name!r} exists already: choose another name, or pass --if-absent")
+        raise CommandError(Kind.EXISTS, f"{name!r} already exists: choose another name, or pass --if-absent")
     report.keep(name)
 
 
@@ -57,7 +57,7 @@ def clone(options: Namespace, report: Report) -> None:
         if (found_origin := get_value(name, "origin")) != origin:
             description = "not a clone" if found_origin == "-" else f"a clone of {found_origin!r}"
             raise CommandError(
-                Kind.EXISTS, f"{name!r} exists already and is {description}: choose another name", [found_origin]
+                Kind.EXISTS, f"{name!r} already exists and is {description}: choose another name", [found_origin]
             )
         _keep_existing(name, options, report)
         return
@@ -87,7 +87,7 @@ def rename(options: Namespace, report: Report) -> None:
         if options.if_present and not report.exists(old_name):
             report.keep(new_name)
             return
-        raise CommandError(Kind.EXISTS, f"{new_name!r} exists already: choose another name")
+        raise CommandError(Kind.EXISTS, f"{new_name!r} already exists: choose another name")
     require_existing(report, old_name)
     require_parent(report, new_name)
     report.change("rename", new_name, partial(lzc_rename, old_name, new_name, remounted=True), old_name=old_name)

@@ -15,7 +15,7 @@ from zfs_core.process import TRANSFER_TIMEOUT_SECONDS
 _EPILOG = "exit codes:\n  0   the command succeeded, whether or not it changed anything\n" + "\n".join(
     f"  {kind.exit_code:<3} {kind.word}: {kind.meaning}" for kind in Kind
 )
-_IF_ABSENT = "succeed without a change if it exists already"
+_IF_ABSENT = "succeed without a change if it already exists"
 _IF_PRESENT = "succeed without a change if it does not exist"
 _NO_ASSIGNMENTS: list[tuple[str, str]] = []
 
@@ -222,7 +222,7 @@ def _add_stream_commands(commands: _Commands[Parser]) -> None:
         parser.add_argument(f"--{flag}", dest="flags", action="append_const", const=name, help=text)
     parser.add_argument("--resume-token", metavar="TOKEN", help="send the rest of an interrupted stream")
     parser.add_argument("--file", type=Path, help="a new file for the stream, which only its owner can read")
-    _add_flag(parser, "--if-absent", "succeed without a change if the file exists already")
+    _add_flag(parser, "--if-absent", "succeed without a change if the file already exists")
     _add_timeout_option(parser)
 
     parser = _add_command(

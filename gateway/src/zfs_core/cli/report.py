@@ -50,7 +50,7 @@ class Report:
         self.changes += changes
 
     def keep(self, *names: str) -> None:
-        """Record that names are in the desired state already."""
+        """Record that names are already in the desired state."""
         self.unchanged += names
 
     def as_json(self) -> dict[str, object]:

@@ -35,7 +35,7 @@ def snapshot(options: Namespace, report: Report) -> None:
     if existing_names and not options.if_absent:
         raise CommandError(
             Kind.EXISTS,
-            f"{quote(existing_names)} exists already: choose another name, or pass --if-absent",
+            f"{quote(existing_names)} already exists: choose another name, or pass --if-absent",
             existing_names,
         )
     report.keep(*existing_names)
@@ -88,7 +88,7 @@ def bookmark(options: Namespace, report: Report) -> None:
         raise CommandError(Kind.INVALID, message)
     if report.exists(name):
         if not options.if_absent:
-            raise CommandError(Kind.EXISTS, f"{name!r} exists already: choose another name, or pass --if-absent")
+            raise CommandError(Kind.EXISTS, f"{name!r} already exists: choose another name, or pass --if-absent")
         report.keep(name)
         return
     require_existing(report, source)
@@ -102,7 +102,7 @@ def hold(options: Namespace, report: Report) -> None:
     if held_names and not options.if_absent:
         raise CommandError(
             Kind.EXISTS,
-            f"{quote(held_names)} has the hold {options.tag!r} already: choose another tag, or pass --if-absent",
+            f"{quote(held_names)} already has the hold {options.tag!r}: choose another tag, or pass --if-absent",
             held_names,
         )
     report.keep(*held_names)

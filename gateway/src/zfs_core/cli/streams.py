@@ -48,7 +48,7 @@ def send(options: Namespace, report: Report) -> None:
     elif options.file:
         if options.file.exists():
             raise CommandError(
-                Kind.EXISTS, f"the file {str(options.file)!r} exists already: choose another, or pass --if-absent"
+                Kind.EXISTS, f"the file {str(options.file)!r} already exists: choose another, or pass --if-absent"
             )
         if not options.file.parent.is_dir():
             raise CommandError(Kind.NOT_FOUND, f"the directory {str(options.file.parent)!r} does not exist: create it")
@@ -210,7 +210,7 @@ def receive(options: Namespace, report: Report) -> None:
     target, filesystem = _find_target(options, report), get_filesystem_name(options.target)
     if report.exists(target):
         if not options.if_absent:
-            raise CommandError(Kind.EXISTS, f"{target!r} exists already: choose another name, or pass --if-absent")
+            raise CommandError(Kind.EXISTS, f"{target!r} already exists: choose another name, or pass --if-absent")
         report.keep(target)
         return
     if not report.exists(filesystem):
