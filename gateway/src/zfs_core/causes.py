@@ -1,7 +1,7 @@
 """Determine why ``zfs`` failed.
 
-The exit status only shows that the command failed; the reason is on standard error. The wording of zfs-fuse 0.7 and
-OpenZFS 2.4 is nearly the same.
+The exit status only shows that the command failed; the reason is printed to standard error. The wording of zfs-fuse 0.7
+and OpenZFS 2.4 is nearly the same.
 """
 
 from __future__ import annotations

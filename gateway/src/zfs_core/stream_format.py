@@ -1,4 +1,4 @@
-"""Read and write the parts of a stream that the commands do not: its first record, resume tokens and packages.
+"""Read and write the parts of a stream that the commands do not handle: its first record, resume tokens and packages.
 
 Each record is 312 bytes long. The first one, the begin record, names the snapshot. A package is a stream with a second
 begin record before it, which contains the properties to receive.

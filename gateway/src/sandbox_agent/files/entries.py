@@ -19,7 +19,7 @@ _ATTRIBUTE_PREFIX = "user.e2b."
 """Prefix of the extended attributes that store metadata. It counts towards the kernel's limit for names."""
 _MAX_ATTRIBUTE_NAME_LENGTH = 255
 _MAX_METADATA_BYTES = 4096
-"""Maximum total size of names and values. More does not fit into an ext4 block."""
+"""Maximum total size of names and values. Larger metadata does not fit into an ext4 block."""
 _NO_SPACE_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.E2BIG)
 _FILE_TYPES = {stat.S_IFREG: "FILE_TYPE_FILE", stat.S_IFDIR: "FILE_TYPE_DIRECTORY", stat.S_IFLNK: "FILE_TYPE_SYMLINK"}
 

@@ -79,7 +79,7 @@ class _Directory:
 class TreeWatch:
     """A watch on the directory ``path`` and, if ``recursive``, on its existing and future subdirectories.
 
-    ``fd`` is readable when there are events to ``read``; ``has_ended``: whether the directory was removed,
+    ``fd`` is readable when there are events to ``read``. ``has_ended`` is true once the directory has been removed,
     renamed or unmounted.
     """
 

@@ -29,7 +29,7 @@ _COMPRESSED, _END_OF_STREAM = 1, 2
 
 
 def make_unary_route(call: Callable[[Request, dict[str, Any]], dict[str, Any] | bytes]) -> Route:
-    """Return a route that responds with the result of ``call``, which is a dict or an encoded JSON object."""
+    """Return a route that responds with the result of ``call``: a dict or an encoded JSON object."""
 
     def handle(request: Request, reply: Reply) -> None:
         if request.headers.get("content-type", "application/json").partition(";")[0].strip() != "application/json":

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 IDLE_TIMEOUT_SECONDS = 75.0
 """How long a connection may be silent between requests, within a body, or while its buffers are full."""
 MAX_CONNECTIONS = 512
-"""Maximum number of connections from other machines, and separately from this machine.
+"""Maximum number of connections from other machines, and also of those from this machine.
 
 The limits are separate so that programs in the sandbox cannot lock the gateway out.
 """

@@ -92,7 +92,7 @@ class Identity:
     def guard(self, request: Request) -> None:
         """Raise Failure if an access token is set and the request does not carry it.
 
-        Waits until a change of the identity is complete.
+        First waits until any change of the identity is complete.
         """
         with self._lock:
             pass

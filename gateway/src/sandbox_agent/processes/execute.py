@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from sandbox_agent.http.wire import Reply, Request
 
 MAX_OUTPUT_BYTES = 16 << 20
-"""Maximum number of bytes to return of stdout and of stderr. The rest is discarded."""
+"""Maximum number of bytes to return from stdout, and from stderr. The rest is discarded."""
 DEFAULT_TIMEOUT_SECONDS = 60.0
 
 

@@ -135,7 +135,7 @@ class Scan:
     unreadable_sandboxes: list[str] = field(default_factory=list)
     """Paths of the sandboxes whose records could not be read."""
     running_instances: set[str] = field(default_factory=set)
-    """Instances whose machines still ran and were adopted."""
+    """Instances whose machines were still running and were adopted."""
     repaired: list[str] = field(default_factory=list)
     """One sentence per object that was swept, quarantined or repaired."""
 

@@ -1,4 +1,4 @@
-"""Look up what commands compare with the desired state."""
+"""Look up the current state, which commands compare with the desired one."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def require_parent(report: Report, name: str) -> None:
 
 
 def expand(snapshots: Iterable[str]) -> list[str]:
-    """Return the snapshots, and those with the same names of all filesystems and volumes below theirs."""
+    """Return the snapshots, and those with the same short names of all filesystems and volumes below."""
     names = list(snapshots)
     filesystems = find_types(map(get_filesystem_name, names))
     result: list[str] = []

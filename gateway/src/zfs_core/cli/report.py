@@ -68,7 +68,7 @@ _CREATING_ACTIONS = frozenset(("bookmark", "clone", "create", "receive", "rename
 def _find_made_changes(changes: list[dict[str, object]], error: Exception) -> list[dict[str, object]]:
     """Return the changes that were made although the function that makes them raised ``error``.
 
-    Only names that were created or destroyed show that.
+    Detects only changes that create or destroy names.
     """
     # A name that the function found to exist was created by someone else.
     is_conflict = isinstance(error, ZFSError) and describe(error).kind is Kind.EXISTS

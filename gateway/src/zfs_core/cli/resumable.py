@@ -37,7 +37,7 @@ def find_sent_snapshot(token: str) -> str:
 
 
 def find_resumed_snapshot(filesystem: str) -> str | None:
-    """Return the short name of the snapshot of which a filesystem received a part, or None."""
+    """Return the short name of the snapshot that a filesystem has received in part, or None."""
     _require_resumable_streams()
     token = get_value(filesystem, "receive_resume_token")
     return None if token == "-" else find_sent_snapshot(token).partition("@")[2]

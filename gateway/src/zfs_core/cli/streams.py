@@ -91,7 +91,7 @@ def _send_to_file(options: Namespace) -> None:
 
 
 def _publish(part: Path, path: Path) -> None:
-    """Give a complete file its name. Raises FileExistsError if the name exists."""
+    """Give a complete file its name. Raises FileExistsError if the name is taken."""
     try:
         path.hardlink_to(part)
     except OSError as error:
@@ -122,7 +122,7 @@ def _send_and_report(label: str, options: Namespace, report: Report) -> None:
 def _send_to_command(options: Namespace) -> dict[str, object]:
     """Send to the standard input of a command. Returns its JSON object, or its exit code.
 
-    If both sides fail, the error of the command is raised: it is usually the cause. ``--timeout`` limits both together.
+    If both sides fail, the command's error is raised, because it is usually the cause. ``--timeout`` applies to both.
     """
     deadline = time.monotonic() + options.timeout
     try:

@@ -46,7 +46,7 @@ class DiskUsage:
 
     @contextlib.contextmanager
     def _reserved(self, path: Path) -> Iterator[bool]:
-        """Yield whether no other thread reads this file system. If so, others skip it inside this context."""
+        """Yield whether no other thread is reading this file system. If none is, others skip it inside this context."""
         with self._lock:
             is_free = path not in self._paths_being_read
             self._paths_being_read.add(path)

@@ -57,7 +57,10 @@ class JailVolumes:
         volume.size_mb = size_mb
 
     async def remove(self, volume: Volume) -> None:
-        """Commit the removal, then destroy the datasets. Retries in the background while they are in use, or hang."""
+        """Commit the removal, then destroy the datasets.
+
+        Retries in the background while the datasets are in use, or if a command hangs.
+        """
         await finish_despite_cancellation(run_in_thread(self._volume_storage.commit_removal, volume.id))
         try:
             if self._mounts.describe_stuck_mounts(self._create_mount_filter(volume.id)):

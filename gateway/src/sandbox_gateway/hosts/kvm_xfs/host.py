@@ -148,7 +148,7 @@ class KvmXfsHost:
             return await asyncio.to_thread(_read_room, self._config.host.state_root, self._memory_roots)
 
     def storage_commands(self) -> None:
-        """Return None, because reflinks are system calls."""
+        """Return None, because this host stores data with system calls, not commands."""
 
     async def find_stalled(self) -> set[str]:
         return await self._machines.list_stalled()

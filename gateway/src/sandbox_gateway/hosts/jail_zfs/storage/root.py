@@ -19,9 +19,9 @@ TEMPLATE_PREFIX = "_template-"
 """Prefix of the datasets of templates."""
 _COMMON_PROPERTIES = {"atime": "off", "com.sun:auto-snapshot": "false"}
 UNMOUNTED_PROPERTIES = {"canmount": "noauto", **_COMMON_PROPERTIES}
-"""The properties of datasets that only have snapshots."""
+"""The properties of datasets that exist only for their snapshots."""
 IMPORT_PREFIX = "import-"
-"""Prefix of the datasets in RETIRED that imports have not finished."""
+"""Prefix of the datasets of unfinished imports, in RETIRED."""
 SANDBOXES, RETIRED, VOLUMES = CONTAINERS = ("sandboxes", "retired", "volumes")
 
 _LOCK_POLL_SECONDS = 0.5

@@ -45,7 +45,7 @@ class VolumeFindings:
     uncommitted_datasets: list[str] = field(default_factory=list)
     """Datasets of volumes that were never committed."""
     orphaned_ids: list[str] = field(default_factory=list)
-    """Ids of snapshots that were taken with a sandbox's snapshot that no longer exists."""
+    """Ids of snapshots that were taken together with a sandbox's snapshot that no longer exists."""
 
 
 class _Claim(NamedTuple):
@@ -83,7 +83,7 @@ class _Reader:
         self.findings = VolumeFindings()
 
     def read_datasets(self) -> tuple[dict[str, list[_Claim]], dict[str, list[str]]]:
-        """Return volumes' datasets that have a readable record, and those that have none, keyed by the volume's id.
+        """Return the volumes' datasets with a readable record, and those without one, keyed by the volume's id.
 
         Omits the datasets of doomed volumes.
         """

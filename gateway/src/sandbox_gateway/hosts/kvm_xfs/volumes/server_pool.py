@@ -140,7 +140,7 @@ class ServerPool:
     # -- serving ----------------------------------------------------------------------------------------------------
 
     async def serve(self, volume: str, image: Path, port: int, clients: Mapping[str, bool]) -> None:
-        """Serve a volume to exactly ``clients``, or stop its server if there are none.
+        """Serve a volume to exactly these ``clients``, or stop its server if there are none.
 
         ``clients``: whether each client is read-only, keyed by ``Slot.host_address``.
 
