@@ -362,7 +362,7 @@ class MemoryHost:
     def storage_commands(self) -> StorageCommands | None:
         return self.current_storage_commands
 
-    async def find_stalled(self) -> set[str]:
+    async def find_stalled_instances(self) -> set[str]:
         return set(self.stalled_instances)
 
     async def resume_stalled(self, sandbox: Sandbox) -> None:

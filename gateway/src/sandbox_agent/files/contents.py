@@ -6,7 +6,7 @@ import errno
 import os
 import stat
 
-from sandbox_agent.failure import Failure, from_os_error, invalid
+from sandbox_agent.failure import Failure, from_os_error, invalid_argument
 from sandbox_agent.files.entries import normalize_metadata, read_metadata, write_metadata
 from sandbox_agent.http import multipart
 from sandbox_agent.http.message import make_displayable
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 _METADATA_HEADER_PREFIX = "x-metadata-"
 
 
-def routes() -> dict[str, list[Route]]:
+def build_routes() -> dict[str, list[Route]]:
     return {"/files": [Route(download, method="GET"), Route(upload)]}
 
 
@@ -77,7 +77,7 @@ def _open_regular_file(path: str) -> int:
         fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
         mode = os.fstat(fd).st_mode
         if not stat.S_ISREG(mode):
-            raise invalid(f"{path} is {'a directory' if stat.S_ISDIR(mode) else 'not a regular file'}")
+            raise invalid_argument(f"{path} is {'a directory' if stat.S_ISDIR(mode) else 'not a regular file'}")
     except OSError as error:
         raise from_os_error(error, path) from None
     except Failure:
@@ -112,7 +112,7 @@ def upload(request: Request, reply: Reply) -> None:
         entries = _store_parts(user, query.get("path", ""), parts, metadata)
     else:
         if not query.get("path"):
-            raise invalid("the parameter 'path' is missing: set it to the path of the file")
+            raise invalid_argument("the parameter 'path' is missing: set it to the path of the file")
         entries = [_store_file(user, user.resolve_path(query["path"]), iter(source.read, b""), metadata)]
     # Read the rest of the body after the last boundary.
     request.body.read_all(PIECE_SIZE)
@@ -127,16 +127,16 @@ def _store_parts(user: users.User, path: str, parts: multipart.Parts, metadata: 
                 pass
             continue
         if path and entries:
-            raise invalid(
+            raise invalid_argument(
                 "the request has several files but only one path: remove the parameter 'path', and set "
                 "the filename of each file"
             )
         target = path or part.filename
         if not target:
-            raise invalid("the file has no filename: set its filename or the parameter 'path'")
+            raise invalid_argument("the file has no filename: set its filename or the parameter 'path'")
         entries.append(_store_file(user, user.resolve_path(target), part.pieces(), metadata))
     if not entries:
-        raise invalid("the request has no part named 'file': send each file in a part with that name")
+        raise invalid_argument("the request has no part named 'file': send each file in a part with that name")
     return entries
 
 
@@ -175,7 +175,7 @@ def _store_file(user: users.User, path: str, pieces: Iterator[bytes], metadata: 
 
 
 def _make_not_regular_file_error(path: str) -> Failure:
-    return invalid(f"{path} exists and is not a regular file")
+    return invalid_argument(f"{path} exists and is not a regular file")
 
 
 def _find_request_user(request: Request, query: dict[str, str]) -> users.User:
@@ -203,10 +203,10 @@ class _GzipReader:
                     else self._decompressor.flush()
                 )
             except self._zlib_error as error:
-                raise invalid(
+                raise invalid_argument(
                     f"the body is not valid gzip data ({error}): send gzip data, or omit Content-Encoding"
                 ) from None
             if data or not compressed_data:
                 if not compressed_data and not self._decompressor.eof:
-                    raise invalid("the gzip data in the body is truncated: send the complete data")
+                    raise invalid_argument("the gzip data in the body is truncated: send the complete data")
                 return data

@@ -7,7 +7,7 @@ import os
 import stat
 import time
 
-from sandbox_agent.failure import Failure, from_os_error, invalid
+from sandbox_agent.failure import Failure, from_os_error, invalid_argument
 from sandbox_agent.http.message import make_displayable
 from sandbox_agent.machine import users
 
@@ -87,18 +87,20 @@ def normalize_metadata(metadata: dict[str, str]) -> dict[str, str]:
     size = 0
     for key, value in metadata.items():
         if not key or not all(" " <= letter <= "~" for letter in key + value):
-            raise invalid(
+            raise invalid_argument(
                 f"the metadata entry {key!r} is not valid: "
                 "use a non-empty key, and only printable ASCII characters in the key and the value"
             )
         if len(_ATTRIBUTE_PREFIX + key) > _MAX_ATTRIBUTE_NAME_LENGTH:
-            raise invalid(
+            raise invalid_argument(
                 f"the metadata key {key!r} is too long: "
                 f"use at most {_MAX_ATTRIBUTE_NAME_LENGTH - len(_ATTRIBUTE_PREFIX)} characters"
             )
         size += len(_ATTRIBUTE_PREFIX + key + value)
     if size > _MAX_METADATA_BYTES:
-        raise invalid(f"the metadata is {size} bytes long: use at most {_MAX_METADATA_BYTES} bytes for each file")
+        raise invalid_argument(
+            f"the metadata is {size} bytes long: use at most {_MAX_METADATA_BYTES} bytes for each file"
+        )
     return {key.lower(): value for key, value in metadata.items()}
 
 

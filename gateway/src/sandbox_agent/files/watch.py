@@ -13,7 +13,7 @@ import select
 import threading
 import time
 
-from sandbox_agent.failure import Failure, invalid
+from sandbox_agent.failure import Failure, invalid_argument
 from sandbox_agent.files import entries, inotify, scan
 from sandbox_agent.http.connect import Stream, encode_frame
 from sandbox_agent.http.message import get_text, make_displayable
@@ -59,10 +59,10 @@ class Watch:
         self._include_entry = message.get("includeEntry") is True
         os.stat(self._path)
         if not os.path.isdir(self._path):
-            raise invalid(f"{self._path} is not a directory")
+            raise invalid_argument(f"{self._path} is not a directory")
         self._uses_inotify = inotify.IS_AVAILABLE and not _is_on_network(self._path)
         if inotify.IS_AVAILABLE and not self._uses_inotify and message.get("allowNetworkMounts") is not True:
-            raise invalid(
+            raise invalid_argument(
                 f"{self._path} is on a network file system, where changes are detected late or never: "
                 "set allowNetworkMounts to watch it anyway"
             )

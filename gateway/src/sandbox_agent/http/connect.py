@@ -12,7 +12,7 @@ import select
 import struct
 import time
 
-from sandbox_agent.failure import Failure, from_os_error, invalid
+from sandbox_agent.failure import Failure, from_os_error, invalid_argument
 from sandbox_agent.http.server import Route
 from sandbox_agent.http.wire import MAX_JSON_BYTES, ConnectionLost, parse_object
 
@@ -121,7 +121,7 @@ class Stream:
         """Return the single message of the request."""
         message = self.receive()
         if message is None:
-            raise invalid("the request body is empty: send one frame with a JSON object")
+            raise invalid_argument("the request body is empty: send one frame with a JSON object")
         self._body.read_all(1024)
         return message
 
@@ -152,7 +152,7 @@ def _read_exactly(body: Body, size: int) -> bytes:
     while remaining_size:
         data = body.read(remaining_size)
         if not data:
-            raise invalid("the request body ends in the middle of a message: send the complete message")
+            raise invalid_argument("the request body ends in the middle of a message: send the complete message")
         pieces.append(data)
         remaining_size -= len(data)
     return b"".join(pieces)

@@ -78,16 +78,16 @@ class _Slots:
 class Route:
     """A request handler and its HTTP method.
 
-    ``guarded``: whether the server's guard checks each request first; ``uses_connect_codes``: whether errors carry a
+    ``is_guarded``: whether the server's guard checks each request first; ``uses_connect_codes``: whether errors carry a
     Connect code instead of an HTTP status.
     """
 
     def __init__(
-        self, handler: Handler, *, method: str = "POST", guarded: bool = True, uses_connect_codes: bool = False
+        self, handler: Handler, *, method: str = "POST", is_guarded: bool = True, uses_connect_codes: bool = False
     ) -> None:
         self.handler = handler
         self.method = method
-        self.guarded = guarded
+        self.is_guarded = is_guarded
         self.uses_connect_codes = uses_connect_codes
 
 
@@ -155,7 +155,7 @@ class Server:
         reply = Reply(connection, request)
         route = self._routes.get((request.path, request.method)) or self._find_parameter_route(request)
         try:
-            if route is None or route.guarded:
+            if route is None or route.is_guarded:
                 self._guard(request)
                 slots.authorize(connection.sock)
             self._dispatch(route, request, reply)

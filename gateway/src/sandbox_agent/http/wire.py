@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import time
 
-from sandbox_agent.failure import Failure, invalid
+from sandbox_agent.failure import Failure, invalid_argument
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -221,9 +221,9 @@ def parse_object(data: bytes) -> dict[str, Any]:
     try:
         value = json.loads(data)
     except (ValueError, RecursionError) as error:
-        raise invalid(f"the request body is not valid JSON: {error}") from None
+        raise invalid_argument(f"the request body is not valid JSON: {error}") from None
     if not isinstance(value, dict):
-        raise invalid("the request body must be a JSON object")
+        raise invalid_argument("the request body must be a JSON object")
     return value
 
 

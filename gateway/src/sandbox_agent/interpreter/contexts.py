@@ -7,7 +7,7 @@ import select
 import threading
 from collections import deque
 
-from sandbox_agent.failure import Failure, invalid
+from sandbox_agent.failure import Failure, invalid_argument
 from sandbox_agent.http.wire import ConnectionLost
 from sandbox_agent.interpreter.answers import CellResponse
 from sandbox_agent.interpreter.idle import IdleReader
@@ -51,7 +51,7 @@ class Contexts:
         user = users.find_user("")
         directory = user.resolve_path(cwd) if cwd else _find_default_directory(user)
         if not os.path.isdir(directory):
-            raise invalid(f"the working directory {directory} does not exist: create it first")
+            raise invalid_argument(f"the working directory {directory} does not exist: create it first")
         return self._add(os.urandom(16).hex(), language, directory)
 
     def find(self, context_id: str, language: str = "") -> Context:
@@ -66,7 +66,7 @@ class Contexts:
                 raise _make_not_found_error(context_id)
             context = self._add(context_id, default_language, _find_default_directory(users.find_user("")))
         if language and context.language != language:
-            raise invalid(
+            raise invalid_argument(
                 f"the context {context_id} runs {context.language}, not {language}: send either context_id or language"
             )
         return context
@@ -260,7 +260,7 @@ def _wait_for_turn(reader: int, response: CellResponse) -> bool:
 def _check_language(language: str) -> str:
     language = language.lower()
     if language not in LANGUAGES:
-        raise invalid(f"the language {language!r} is not available: use {' or '.join(LANGUAGES)}")
+        raise invalid_argument(f"the language {language!r} is not available: use {' or '.join(LANGUAGES)}")
     return language
 
 

@@ -8,7 +8,7 @@ import string
 import sys
 import time
 
-from sandbox_agent.failure import invalid
+from sandbox_agent.failure import invalid_argument
 from sandbox_agent.interpreter.kernel_protocol import (
     AGENT_FRAME_HEAD,
     DONE,
@@ -170,7 +170,7 @@ class Shell(Language):
     def check_cell(self, cell: Cell) -> None:
         for name in cell.env:
             if not _is_variable_name(name):
-                raise invalid(
+                raise invalid_argument(
                     f"{name!r} is not a valid shell variable name: use letters, digits and _, and do not "
                     "start with a digit"
                 )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from sandbox_agent.failure import invalid
+from sandbox_agent.failure import invalid_argument
 from sandbox_agent.http.message import get_number, get_text, get_variables
 from sandbox_agent.interpreter.answers import LineResponse, ValueResponse
 from sandbox_agent.interpreter.contexts import Context, Contexts
@@ -90,7 +90,7 @@ class Interpreter:
 
 def _get_code(message: dict[str, Any]) -> str:
     if not isinstance(message.get("code"), str):
-        raise invalid("the field 'code' must be a string")
+        raise invalid_argument("the field 'code' must be a string")
     return get_text(message, "code")
 
 

@@ -7,7 +7,7 @@ import grp
 import os
 import pwd
 
-from sandbox_agent.failure import Failure, invalid
+from sandbox_agent.failure import Failure, invalid_argument
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -25,7 +25,7 @@ class User:
     def resolve_path(self, path: str) -> str:
         """Return ``path`` as an absolute path. Relative paths, "" and ``~`` refer to the user's home directory."""
         if "\0" in path:
-            raise invalid("a path cannot contain a NUL character")
+            raise invalid_argument("a path cannot contain a NUL character")
         require_encodable(path)
         if path == "~" or path.startswith("~/"):
             path = path[2:]
@@ -64,7 +64,7 @@ def require_encodable(*texts: str) -> None:
         for text in texts:
             os.fsencode(text)
     except UnicodeEncodeError:
-        raise invalid("a name or an argument contains an unpaired surrogate: remove it") from None
+        raise invalid_argument("a name or an argument contains an unpaired surrogate: remove it") from None
 
 
 def find_user(name: str) -> User:

@@ -9,7 +9,7 @@ import subprocess
 import threading
 import time
 
-from sandbox_agent.failure import invalid
+from sandbox_agent.failure import invalid_argument
 from sandbox_agent.http.message import get_bytes, get_number, get_strings, get_text, get_variables
 from sandbox_agent.machine import users
 from sandbox_agent.processes import child
@@ -40,7 +40,7 @@ class ExecHandler:
         message = request.json()
         argv = get_strings(message, "args")
         if not argv or not argv[0]:
-            raise invalid("the field 'args' must contain a command")
+            raise invalid_argument("the field 'args' must contain a command")
         user = users.find_user(get_text(message, "user")) if message.get("user") else users.find_request_user(request)
         env = child.build_environment(user, self._default_env(), get_variables(message, "env"))
         command_run = CommandRun(

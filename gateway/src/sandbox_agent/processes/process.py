@@ -116,10 +116,10 @@ class Process:
         for fd in self._outputs:
             poll.register(fd, select.POLLIN)
         while True:
-            if not self.output.wait_for_room(self._seconds_left()):
+            if not self.output.wait_for_room(self._compute_remaining_seconds()):
                 self._kill_if_overdue()
                 continue
-            ready_fds = [fd for fd, _ in poll.poll(_to_milliseconds(self._seconds_left()))]
+            ready_fds = [fd for fd, _ in poll.poll(_to_milliseconds(self._compute_remaining_seconds()))]
             if not ready_fds:
                 self._kill_if_overdue()
             for fd in ready_fds:
@@ -156,7 +156,7 @@ class Process:
             self.ended_at = time.monotonic()
         self.output.end(make_end_event(exit_code))
 
-    def _seconds_left(self) -> float | None:
+    def _compute_remaining_seconds(self) -> float | None:
         return None if self._deadline is None else max(0.0, self._deadline - time.monotonic())
 
     def _kill_if_overdue(self) -> None:

@@ -8,7 +8,7 @@ import signal
 import threading
 import time
 
-from sandbox_agent.failure import Failure, invalid
+from sandbox_agent.failure import Failure, invalid_argument
 from sandbox_agent.http.connect import Stream, encode_frame, make_streaming_route, make_unary_route
 from sandbox_agent.http.message import get_bytes, get_object, get_strings, get_text, get_variables, make_displayable
 from sandbox_agent.http.server import IDLE_TIMEOUT_SECONDS
@@ -35,7 +35,7 @@ class ProcessService:
         self._table = table
         self._default_env = default_env
 
-    def routes(self) -> dict[str, list[Route]]:
+    def build_routes(self) -> dict[str, list[Route]]:
         return {
             "/process.Process/Start": [make_streaming_route(self.start)],
             "/process.Process/Connect": [make_streaming_route(self.connect)],
@@ -58,7 +58,7 @@ class ProcessService:
         config = get_object(message, "process")
         argv = [get_text(config, "cmd"), *get_strings(config, "args")]
         if not argv[0]:
-            raise invalid("the field 'process.cmd' is missing: set it to the program to run")
+            raise invalid_argument("the field 'process.cmd' is missing: set it to the program to run")
         user = users.find_request_user(request)
         envs = get_variables(config, "envs")
         cwd = get_text(config, "cwd")
@@ -66,7 +66,7 @@ class ProcessService:
         users.require_encodable(*argv, *envs, *envs.values(), cwd, tag)
         input_data = get_bytes(message, "input") if "input" in message else None
         if input_data is not None and "pty" in message:
-            raise invalid(
+            raise invalid_argument(
                 "'input' and 'pty' are mutually exclusive, because a terminal has no end of input: remove one of them"
             )
         process = Process(
@@ -157,7 +157,7 @@ class ProcessService:
                 process = self._table.find(get_object(message, "start").get("process"))
             elif "data" in message:
                 if process is None:
-                    raise invalid("the first message of StreamInput must contain 'start'")
+                    raise invalid_argument("the first message of StreamInput must contain 'start'")
                 _write_input(process, get_object(get_object(message, "data"), "input"))
             message = stream.receive()
 
@@ -173,7 +173,7 @@ class ProcessService:
         process = self._table.find(message.get("process"))
         signal_number = _SIGNALS.get(message.get("signal", ""))
         if signal_number is None:
-            raise invalid("the field 'signal' must be SIGNAL_SIGTERM or SIGNAL_SIGKILL")
+            raise invalid_argument("the field 'signal' must be SIGNAL_SIGTERM or SIGNAL_SIGKILL")
         process.signal(signal_number)
         return {}
 
@@ -219,4 +219,4 @@ def _get_terminal_size(message: dict[str, Any]) -> tuple[int, int] | None:
     try:
         return int(size.get("cols") or 80), int(size.get("rows") or 24)
     except (ValueError, TypeError, AttributeError):
-        raise invalid("the field 'pty.size' must be {cols, rows}, both integers") from None
+        raise invalid_argument("the field 'pty.size' must be {cols, rows}, both integers") from None

@@ -247,7 +247,7 @@ class Host(Protocol):
     def storage_commands(self) -> StorageCommands | None:
         """Return the state of the host's storage commands, or None if this kind of host has none. Does not block."""
 
-    async def find_stalled(self) -> set[str]:
+    async def find_stalled_instances(self) -> set[str]:
         """Return the instances whose machines the host stopped because the disk had no space left."""
 
     async def resume_stalled(self, sandbox: Sandbox) -> None:

@@ -75,7 +75,7 @@ class PlannedHost:
     def storage_commands(self) -> None:
         """Return None, because a planned host does not run commands."""
 
-    async def find_stalled(self) -> set[str]:
+    async def find_stalled_instances(self) -> set[str]:
         return set()
 
     async def resume_stalled(self, sandbox: Sandbox) -> None:

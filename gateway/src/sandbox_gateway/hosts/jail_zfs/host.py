@@ -166,7 +166,7 @@ class JailZfsHost:
         ]
         return StorageCommands(slow_commands, zfs_core.count_timeouts())
 
-    async def find_stalled(self) -> set[str]:
+    async def find_stalled_instances(self) -> set[str]:
         """Return an empty set, because the processes of a jail keep running when a write fails for lack of space."""
         return set()
 

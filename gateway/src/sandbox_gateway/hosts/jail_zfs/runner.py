@@ -95,7 +95,7 @@ class JailRunner:
                 )
             )
         except BackendFailed:
-            if machine.jail not in await self._jails.list_alive():
+            if machine.jail not in await self._jails.list_alive_jails():
                 raise BackendFailed(f"the sandbox did not start: {END_REASON}") from None
             raise
         sandbox.host = {"jail": machine.jail, "number": epair.number, "address": epair.address}

@@ -150,8 +150,8 @@ class KvmXfsHost:
     def storage_commands(self) -> None:
         """Return None, because this host stores data with system calls, not commands."""
 
-    async def find_stalled(self) -> set[str]:
-        return await self._machines.list_stalled()
+    async def find_stalled_instances(self) -> set[str]:
+        return await self._machines.list_stalled_instances()
 
     async def resume_stalled(self, sandbox: Sandbox) -> None:
         machine = self._machines.require_running(sandbox).machine

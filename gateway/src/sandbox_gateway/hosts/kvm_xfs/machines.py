@@ -97,7 +97,7 @@ class Machines:
             raise Conflict(f"sandbox {sandbox.id} has no running machine: resume it first")
         return started_machine
 
-    async def list_stalled(self) -> set[str]:
+    async def list_stalled_instances(self) -> set[str]:
         """Return the instances that QEMU has stopped because the disk is full. Skips machines that do not answer."""
         semaphore = asyncio.Semaphore(_MAX_CONCURRENT_QUERIES)
 
@@ -131,7 +131,7 @@ class Machines:
             ):
                 if process.slot_number is None:
                     os.close(process.pidfd)
-                elif await _stop_stray(process):
+                elif await _stop_stray_process(process):
                     name = f"the machine {process.instance}" if process.instance else "an unknown machine"
                     scan.repaired.append(f"stopped {name}, which belonged to no sandbox")
             elif process.slot_number is None:
@@ -301,7 +301,7 @@ async def _has_opened_disk(process: MachineProcess, files: InstanceFiles, deadli
         await asyncio.sleep(_DISK_INTERVAL_SECONDS)
 
 
-async def _stop_stray(process: MachineProcess) -> bool:
+async def _stop_stray_process(process: MachineProcess) -> bool:
     """Kill a process and wait until it has ended. Returns False if it had already ended. Raises Timeout."""
     start = time.monotonic()
     had_ended = wait_until_ended(process.pidfd, 0)

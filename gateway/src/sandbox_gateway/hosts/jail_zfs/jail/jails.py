@@ -47,7 +47,7 @@ class Jails:
         """Return all jails of this machine, including dying ones."""
         return parse_jails(await self._run("jls", "--libxo", "json", "-d", "name", "path", "dying"))
 
-    async def list_alive(self) -> set[str]:
+    async def list_alive_jails(self) -> set[str]:
         """Return the names of the jails that are not dying."""
         return {jail.name for jail in await self.list_all() if not jail.is_dying}
 

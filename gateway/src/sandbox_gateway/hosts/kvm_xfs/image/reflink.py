@@ -51,7 +51,7 @@ def clone_fd(source: int, target: int) -> None:
 
 def clone(source: Path, target: Path, mode: int = 0o600) -> None:
     """Create ``target``, which must not exist, with all extents of ``source``. On failure, ``target`` is removed."""
-    with source.open("rb") as origin, _new_file(target, mode) as descriptor:
+    with source.open("rb") as origin, _created_file(target, mode) as descriptor:
         clone_fd(origin.fileno(), descriptor)
 
 
@@ -61,7 +61,7 @@ def clone_or_copy(source: Path, target: Path, mode: int = 0o600) -> None:
     The files share extents if their file systems allow that. Otherwise the data is copied; holes remain holes.
     Raises OSError.
     """
-    with source.open("rb") as origin, _new_file(target, mode) as descriptor:
+    with source.open("rb") as origin, _created_file(target, mode) as descriptor:
         try:
             fcntl.ioctl(descriptor, _FICLONE, origin.fileno())
         except OSError as error:
@@ -71,7 +71,7 @@ def clone_or_copy(source: Path, target: Path, mode: int = 0o600) -> None:
 
 
 @contextlib.contextmanager
-def _new_file(path: Path, mode: int) -> Iterator[int]:
+def _created_file(path: Path, mode: int) -> Iterator[int]:
     """Create a file, which must not exist, and yield its descriptor. Remove the file on failure."""
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, mode)
     try:
