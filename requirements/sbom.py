@@ -73,15 +73,15 @@ def read_host_pins(names: Iterable[str]) -> list[Pin]:
 
 
 @cache
-def spdx_licensing() -> Licensing:
+def load_spdx_licensing() -> Licensing:
     return get_spdx_licensing()
 
 
-def licences_of(package: Distribution) -> list[dict[str, Any]]:
+def find_licences(package: Distribution) -> list[dict[str, Any]]:
     """Return the SPDX expression in the metadata; if there is none, the licence names from the classifiers."""
     for field in ("License-Expression", "License"):
         expression = (package.metadata.get_all(field) or [""])[0]
-        if expression and not spdx_licensing().validate(expression).errors:
+        if expression and not load_spdx_licensing().validate(expression).errors:
             return [{"expression": expression}]
     classifiers = package.metadata.get_all("Classifier") or []
     return [{"license": {"name": name.rpartition(" :: ")[2]}} for name in classifiers if name.startswith("License")]
@@ -96,7 +96,7 @@ def build_component(pin: Pin, scope: str, package: Distribution) -> dict[str, An
         "purl": pin.reference,
         "scope": scope,
         "hashes": [{"alg": "SHA-256", "content": digest} for digest in pin.hashes],
-        "licenses": licences_of(package),
+        "licenses": find_licences(package),
     }
     if pin.marker:
         component["properties"] = [{"name": f"{GATEWAY_NAME}:marker", "value": pin.marker}]
@@ -105,8 +105,8 @@ def build_component(pin: Pin, scope: str, package: Distribution) -> dict[str, An
 
 def find_references(requirements: Iterable[str], pins: dict[str, Pin]) -> list[str]:
     """Return the sorted references of the pins that satisfy ``requirements``."""
-    parsed = [Requirement(requirement) for requirement in requirements]
-    names = {canonicalize_name(requirement.name) for requirement in parsed if is_for_any_host(requirement.marker)}
+    entries = [Requirement(requirement) for requirement in requirements]
+    names = {canonicalize_name(entry.name) for entry in entries if is_for_any_host(entry.marker)}
     return sorted(pins[name].reference for name in names & pins.keys())
 
 

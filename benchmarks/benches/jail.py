@@ -137,7 +137,7 @@ class RawCommands:
         # Use the end of the subnet, because the host assigns addresses from its beginning.
         epair = host._network.bridge.epair(host._network.bridge.capacity + 1 - number)
         replacements = {self._sandbox.instance: instance} | {
-            getattr(self._epair, end): getattr(epair, end) for end in ("outer", "inner", "address", "mac")
+            getattr(self._epair, end): getattr(epair, end) for end in ("outer_end", "inner_end", "address", "mac")
         }
         machine = Machine(f"{self._live.config.network.prefix}-{instance}", epair, host._disks.path(instance))
         try:

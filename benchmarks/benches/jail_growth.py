@@ -95,7 +95,7 @@ def _measure(ctx: Context, store: _Store, size: int, rounds: int, result: Result
     ctx.print_progress(f"creating {size} clones and snapshots ({describe_zfs()})")
     store.grow(size)
     storage, instances = store.storage, store.storage.instances
-    source, origin = instances.dataset(store.source.instance), storage.snapshots.full_name(store.template.id)
+    source, origin = instances.dataset(store.source.instance), storage.snapshots.get_full_name(store.template.id)
     samples: dict[str, list[float]] = defaultdict(list)
     with ctx.showing_progress(f"{size} clones and snapshots", rounds) as steps:
         for number in range(rounds):
@@ -110,7 +110,7 @@ def _measure(ctx: Context, store: _Store, size: int, rounds: int, result: Result
             snapshot = store.make_snapshot()
             _, elapsed = time_call(partial(storage.snapshots.capture, store.source.instance, snapshot))
             samples["snapshot"].append(elapsed)
-            full_name = storage.snapshots.full_name(snapshot.id)
+            full_name = storage.snapshots.get_full_name(snapshot.id)
             elapsed = measure_raw_rollback(full_name, instances.dataset(f"rollback{number}"))
             samples["floor_rollback"].append(elapsed)
             # In the storage, a rollback is a clone of a snapshot, and then the removal of the old clone.

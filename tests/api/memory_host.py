@@ -365,7 +365,7 @@ class MemoryHost:
     def storage_commands(self) -> StorageCommands | None:
         return self.current_storage_commands
 
-    async def find_stalled(self) -> set[str]:
+    async def find_stalled_instances(self) -> set[str]:
         return set(self.stalled_instances)
 
     async def resume_stalled(self, sandbox: Sandbox) -> None:
@@ -448,7 +448,7 @@ class MemoryHost:
         self.saved_sandboxes.pop(sandbox.id, None)
         await self.discard(sandbox)
 
-    def files_of(self, snapshot: Snapshot) -> dict[str, str]:
+    def get_file_paths(self, snapshot: Snapshot) -> dict[str, str]:
         return {"dir": f"/memory/{snapshot.id}"}
 
     def memory_problem(self, snapshot: Snapshot) -> str:

@@ -275,7 +275,7 @@ def test_misbehaving_clients_do_not_affect_others(api: httpx.Client, start_comma
     idle_connections = [socket.create_connection((host, int(port)), timeout=_TIMEOUT_SECONDS) for _ in range(4)]
     try:
         idle_connections[0].sendall(b'{"action"')
-        assert "connections is reached" in send_and_receive(target, b"")[0]["error"]
+        assert "connections has been reached" in send_and_receive(target, b"")[0]["error"]
         for connection in idle_connections:
             with contextlib.suppress(ConnectionResetError):
                 assert connection.recv(1) == b"", "idle clients are disconnected"

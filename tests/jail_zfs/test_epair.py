@@ -60,14 +60,14 @@ def test_a_failed_epair_creation_keeps_the_existing_epair(bridge: Bridge) -> Non
     run_async(bridge.open())
     epair = bridge.epair(5)
     run_async(bridge.create(epair))
-    assert f"ether {epair.mac}" in run_shim("ifconfig", epair.inner)
-    assert f"\tmember: {epair.outer} flags=940<AUTOEDGE,AUTOPTP,PRIVATE>\n" in run_shim("ifconfig", bridge.name)
+    assert f"ether {epair.mac}" in run_shim("ifconfig", epair.inner_end)
+    assert f"\tmember: {epair.outer_end} flags=940<AUTOEDGE,AUTOPTP,PRIVATE>\n" in run_shim("ifconfig", bridge.name)
     assert list_arp_entries(bridge) == {epair.address: epair.mac}
     with pytest.raises(BackendFailed, match="File exists"):
         run_async(bridge.create(epair))  # its number is already in use, and its owner is unknown
     run_async(bridge.destroy(epair))
     run_async(bridge.destroy(epair))
-    assert run_shim("ifconfig", "-g", f"{epair.outer.rpartition('-')[0]}-epair", check=False) == ""
+    assert run_shim("ifconfig", "-g", f"{epair.outer_end.rpartition('-')[0]}-epair", check=False) == ""
     assert list_arp_entries(bridge) == {}
 
 
@@ -91,10 +91,10 @@ def test_addresses_are_set_before_a_jail_starts_and_removed_with_its_epair(bridg
     for epair in epairs:
         run_async(bridge.create(epair))
     assert list_arp_entries(bridge) == {epair.address: epair.mac for epair in epairs}
-    assert list_static_addresses(bridge) == {epair.mac: epair.outer for epair in epairs}
+    assert list_static_addresses(bridge) == {epair.mac: epair.outer_end for epair in epairs}
     run_async(bridge.destroy(epairs[0]))
     assert list_arp_entries(bridge) == {epairs[1].address: epairs[1].mac}
-    assert list_static_addresses(bridge) == {epairs[1].mac: epairs[1].outer}
+    assert list_static_addresses(bridge) == {epairs[1].mac: epairs[1].outer_end}
 
 
 def test_restore_connects_the_epair_of_an_earlier_gateway(bridge: Bridge) -> None:
@@ -103,13 +103,13 @@ def test_restore_connects_the_epair_of_an_earlier_gateway(bridge: Bridge) -> Non
     assert not run_async(bridge.restore(epair)), "there is no such epair"
     run_async(bridge.create(epair))
     # An earlier release set only `private`. An administrator may have removed the member or the entry.
-    for words in (("learn", epair.outer, "discover", epair.outer), ("deletem", epair.outer)):
+    for words in (("learn", epair.outer_end, "discover", epair.outer_end), ("deletem", epair.outer_end)):
         run_shim("ifconfig", bridge.name, *words)
         run_shim("arp", "-d", epair.address)
         assert run_async(bridge.restore(epair))
-        assert f"\tmember: {epair.outer} flags=940<AUTOEDGE,AUTOPTP,PRIVATE>\n" in run_shim("ifconfig", bridge.name)
+        assert f"\tmember: {epair.outer_end} flags=940<AUTOEDGE,AUTOPTP,PRIVATE>\n" in run_shim("ifconfig", bridge.name)
         assert list_arp_entries(bridge) == {epair.address: epair.mac}
-        assert list_static_addresses(bridge) == {epair.mac: epair.outer}
+        assert list_static_addresses(bridge) == {epair.mac: epair.outer_end}
 
 
 @pytest.mark.parametrize("failing_command", ["addm", "-S"])
@@ -122,7 +122,7 @@ def test_a_failed_step_leaves_nothing_behind(bridge: Bridge, failing_command: st
             return output
 
     run_async(bridge.open())
-    prefix = bridge.epair(5).outer.rpartition("-")[0]
+    prefix = bridge.epair(5).outer_end.rpartition("-")[0]
     failing_bridge = Bridge(
         FailingRunner(make_shim_environment()), name=bridge.name, prefix=prefix, subnet=str(bridge.subnet)
     )
@@ -137,7 +137,7 @@ def test_sweep_removes_arp_entries_without_an_epair(bridge: Bridge) -> None:
     run_async(bridge.open())
     for number in (2, 3):
         run_async(bridge.create(bridge.epair(number)))
-    run_shim("ifconfig", bridge.epair(3).outer, "destroy")
+    run_shim("ifconfig", bridge.epair(3).outer_end, "destroy")
     assert run_async(bridge.sweep({2})) == [f"the ARP entry of {bridge.epair(3).address}"]
     assert list_arp_entries(bridge) == {bridge.epair(2).address: bridge.epair(2).mac}
     assert run_async(bridge.sweep({2})) == []
@@ -148,22 +148,22 @@ def test_sweep_destroys_unknown_epairs(bridge: Bridge) -> None:
     for number in (2, 3):
         run_async(bridge.create(bridge.epair(number)))
     stray_epair = run_shim(
-        "ifconfig", "epair", "create", "group", f"{bridge.epair(2).outer.rpartition('-')[0]}-epair"
+        "ifconfig", "epair", "create", "group", f"{bridge.epair(2).outer_end.rpartition('-')[0]}-epair"
     ).strip()
     assert set(run_async(bridge.sweep({2}))) == {
-        f"the epair {bridge.epair(3).outer}",
+        f"the epair {bridge.epair(3).outer_end}",
         f"the epair {stray_epair}",
         f"the ARP entry of {bridge.epair(3).address}",
     }
     assert run_async(bridge.sweep({2})) == []
-    assert bridge.epair(2).inner in run_shim("ifconfig", "-l").split()
+    assert bridge.epair(2).inner_end in run_shim("ifconfig", "-l").split()
 
 
 @given(st.integers(2, 65_533), st.from_regex(r"[a-z][a-z0-9]{0,5}", fullmatch=True))
 def test_names_are_short_enough_and_addresses_are_unique(number: int, prefix: str) -> None:
     bridge = Bridge(CommandRunner(), name="b", prefix=prefix, subnet="10.231.0.0/16")
     epair = bridge.epair(number)
-    assert len(epair.outer) <= 15 and len(f"{prefix}-epair") <= 15
+    assert len(epair.outer_end) <= 15 and len(f"{prefix}-epair") <= 15
     assert epair.address != bridge.gateway and epair != bridge.epair(number + 1)
     assert int(epair.mac[:2], 16) & 3 == 2  # locally administered, and unicast
 

@@ -53,8 +53,8 @@ def test_other_sandboxes_keep_working_while_a_command_hangs(
 
         thread = threading.Thread(target=capture_one)
         thread.start()
-        wait_until(lambda: engine.host.storage_commands().slow)
-        (command,) = engine.host.storage_commands().slow
+        wait_until(lambda: engine.host.storage_commands().slow_commands)
+        (command,) = engine.host.storage_commands().slow_commands
         assert command.command == "zfs snapshot" and runner.get_sandbox("one").instance in command.dataset
         snapshot = runner.do(engine.snapshots.create("two", name="s2"))
         runner.do(engine.snapshots.delete(snapshot.id))
@@ -63,6 +63,6 @@ def test_other_sandboxes_keep_working_while_a_command_hangs(
         thread.join(60)
         (error,) = errors
         assert isinstance(error, Timeout) and "`zfs snapshot` did not finish within 4 s" in str(error)
-        assert engine.host.storage_commands().slow == [] and zfs_core.count_timeouts() == timeouts_before + 1
+        assert engine.host.storage_commands().slow_commands == [] and zfs_core.count_timeouts() == timeouts_before + 1
         flag.unlink()
         runner.do(engine.snapshots.create("one", name="s1"))

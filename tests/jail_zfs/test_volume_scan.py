@@ -12,7 +12,7 @@ from sandbox_gateway.hosts.jail_zfs.storage.property_codec import (
     QUARANTINE_PROPERTY,
     RECORD_PROPERTY,
     encode,
-    volume_snapshot_property,
+    make_volume_snapshot_property,
 )
 from sandbox_gateway.hosts.jail_zfs.storage.volume_scan import VOLUME_SCAN_PROPERTIES, VolumeFindings, interpret_volumes
 from sandbox_gateway.records import Volume, VolumeSnapshot
@@ -52,7 +52,9 @@ class Tree:
 
     def add_snapshot(self, record: VolumeSnapshot, dataset: str, **facts: Any) -> Tree:
         return self.add(
-            f"{dataset}@{record.id}", {volume_snapshot_property(record.id): encode(record, 1)[RECORD_PROPERTY]}, **facts
+            f"{dataset}@{record.id}",
+            {make_volume_snapshot_property(record.id): encode(record, 1)[RECORD_PROPERTY]},
+            **facts,
         )
 
     def interpret(self) -> VolumeFindings:
@@ -70,7 +72,7 @@ def test_volumes_and_their_snapshots_are_found() -> None:
     )
     assert (
         findings.datasets,
-        findings.marks.quarantined,
+        findings.marks.quarantine_reasons,
         findings.leftover_datasets,
         findings.uncommitted_datasets,
     ) == (
@@ -110,12 +112,13 @@ def test_leftovers_of_a_rollback_are_found(is_retired: bool) -> None:
         if is_retired
         else [make_dataset_name(VOLUME), make_dataset_name(VOLUME, 3)]
     )
-    assert (findings.snapshots, findings.uncommitted_datasets, findings.marks.quarantined) == ([SNAPSHOT], [], {})
+    assert (findings.snapshots, findings.uncommitted_datasets) == ([SNAPSHOT], [])
+    assert findings.marks.quarantine_reasons == {}
 
 
 def test_uncommitted_datasets_are_found() -> None:
     findings = Tree().add(make_dataset_name(VOLUME)).interpret()
-    assert (findings.uncommitted_datasets, findings.volumes, findings.marks.quarantined) == (
+    assert (findings.uncommitted_datasets, findings.volumes, findings.marks.quarantine_reasons) == (
         [make_dataset_name(VOLUME)],
         [],
         {},
@@ -125,14 +128,14 @@ def test_uncommitted_datasets_are_found() -> None:
 def test_a_dataset_with_snapshots_but_no_record_is_quarantined() -> None:
     findings = Tree().add(make_dataset_name(VOLUME)).add_snapshot(SNAPSHOT, make_dataset_name(VOLUME)).interpret()
     assert (findings.uncommitted_datasets, findings.leftover_datasets, findings.snapshots) == ([], [], [])
-    assert list(findings.marks.quarantined) == [make_dataset_name(VOLUME)] and findings.marks.pending_marks == {}
+    assert list(findings.marks.quarantine_reasons) == [make_dataset_name(VOLUME)] and findings.marks.pending_marks == {}
 
 
 def test_a_volume_being_removed_is_not_listed() -> None:
     tree = Tree().add(make_dataset_name(VOLUME, 1), encode(VOLUME, 2) | {DOOMED_PROPERTY: "yes"})
     tree.add(make_dataset_name(VOLUME), canmount="noauto").add_snapshot(SNAPSHOT, make_dataset_name(VOLUME))
     findings = tree.interpret()
-    assert (findings.doomed_ids, findings.volumes, findings.snapshots, findings.marks.quarantined) == (
+    assert (findings.doomed_ids, findings.volumes, findings.snapshots, findings.marks.quarantine_reasons) == (
         {VOLUME.id},
         [],
         [],
@@ -159,7 +162,7 @@ def test_damaged_records_are_quarantined() -> None:
         [],
     )
     assert (
-        set(findings.marks.quarantined)
+        set(findings.marks.quarantine_reasons)
         == {make_dataset_name(VOLUME), make_dataset_name(other_volume), f"{ROOT}/volumes/odd one"}
         == set(findings.marks.pending_marks)
     )
@@ -175,20 +178,22 @@ def test_damaged_records_are_quarantined() -> None:
 def test_damaged_snapshot_records_are_quarantined() -> None:
     foreign_snapshot = VolumeSnapshot(name="x", volume="0" * 12, size_mb=64)
     tree = Tree().add_volume(VOLUME).add_snapshot(foreign_snapshot, make_dataset_name(VOLUME))
-    tree.add(f"{make_dataset_name(VOLUME)}@{SNAPSHOT.id}", {volume_snapshot_property(SNAPSHOT.id): '{"v": 1}'})
+    tree.add(f"{make_dataset_name(VOLUME)}@{SNAPSHOT.id}", {make_volume_snapshot_property(SNAPSHOT.id): '{"v": 1}'})
     findings = tree.interpret()
-    assert findings.snapshots == [] and len(findings.marks.quarantined) == 2
+    assert findings.snapshots == [] and len(findings.marks.quarantine_reasons) == 2
 
 
 def test_records_of_a_newer_release_are_neither_damaged_nor_leftovers() -> None:
     head = encode(VOLUME, 1)[RECORD_PROPERTY].replace('"v":1', '"v":3')
     findings = Tree().add(make_dataset_name(VOLUME), {RECORD_PROPERTY: head}).interpret()
     assert list(findings.marks.newer_records) == [make_dataset_name(VOLUME)]
-    assert (findings.marks.quarantined, findings.volumes, findings.uncommitted_datasets) == ({}, [], [])
+    assert (findings.marks.quarantine_reasons, findings.volumes, findings.uncommitted_datasets) == ({}, [], [])
     head = encode(SNAPSHOT, 1)[RECORD_PROPERTY].replace('"format":1', '"format":2')
     snapshot_name = f"{make_dataset_name(VOLUME)}@{SNAPSHOT.id}"
-    findings = Tree().add_volume(VOLUME).add(snapshot_name, {volume_snapshot_property(SNAPSHOT.id): head}).interpret()
-    assert (list(findings.marks.newer_records), findings.marks.quarantined) == ([snapshot_name], {})
+    findings = (
+        Tree().add_volume(VOLUME).add(snapshot_name, {make_volume_snapshot_property(SNAPSHOT.id): head}).interpret()
+    )
+    assert (list(findings.marks.newer_records), findings.marks.quarantine_reasons) == ([snapshot_name], {})
 
 
 def test_a_volume_snapshot_without_its_sandbox_snapshot_is_orphaned() -> None:
@@ -218,7 +223,7 @@ def test_each_snapshot_of_one_command_has_its_own_record() -> None:
     """One `zfs snapshot` command sets all properties on all snapshots that it takes."""
     other_volume = Volume(name="other", size_mb=64)
     records = [SNAPSHOT, VolumeSnapshot(name="more", volume=other_volume.id, size_mb=64)]
-    props = {volume_snapshot_property(record.id): encode(record, 1)[RECORD_PROPERTY] for record in records}
+    props = {make_volume_snapshot_property(record.id): encode(record, 1)[RECORD_PROPERTY] for record in records}
     tree = Tree().add_volume(VOLUME).add_volume(other_volume)
     for record in records:
         dataset = make_dataset_name(VOLUME if record.volume == VOLUME.id else other_volume)

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import zfs_core
 from zfs_core import snapshots
-from zfs_core.capabilities import openzfs_capabilities
+from zfs_core.capabilities import make_openzfs_capabilities
 from zfs_core.outcome import Outcome
 
 from sandbox_gateway.errors import GatewayError, InUseExternally, NotFound, OverQuota
@@ -86,7 +86,7 @@ def test_the_size_of_a_volume_is_enforced_and_can_grow_while_in_use(storage: Zfs
     storage.volumes.grow(volume, 128)
     write_megabytes(path, 100)
     zfs_core.sync(volume.host["dataset"])
-    assert 100 << 20 <= storage.volumes.used_bytes(volume.id) < 128 << 20
+    assert 100 << 20 <= storage.volumes.count_used_bytes(volume.id) < 128 << 20
     assert reopen(storage).scan().volumes == [volume.model_copy(update={"size_mb": 128})]
 
 
@@ -309,7 +309,7 @@ def test_a_volume_destroyed_with_zfs_is_not_found(storage: ZfsStorage) -> None:
     with pytest.raises(NotFound):
         storage.volumes.begin_rollback(volume, snapshot.id)
     pools.destroy_all(volume.host["dataset"])
-    for operation in (storage.volumes.mount, storage.volumes.used_bytes):
+    for operation in (storage.volumes.mount, storage.volumes.count_used_bytes):
         with pytest.raises(NotFound, match="volume"):
             operation(volume.id)
     storage.volumes.commit_removal(volume.id)
@@ -384,7 +384,7 @@ def test_one_command_takes_several_snapshots(storage: ZfsStorage, monkeypatch: p
         return Outcome("", "", None)
 
     with monkeypatch.context() as patch:
-        patch.setattr(snapshots, "detect_capabilities", lambda: openzfs_capabilities((2, 2)))
+        patch.setattr(snapshots, "detect_capabilities", lambda: make_openzfs_capabilities((2, 2)))
         patch.setattr(snapshots, "run", record_command)
         storage.snapshots.capture(sandbox.instance, record, [volume_snapshot])
     (command,) = commands

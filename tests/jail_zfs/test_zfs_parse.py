@@ -8,7 +8,7 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 from zfs_core import names, options, parse
-from zfs_core.causes import Cause, cause_of, find_listed_datasets, join_lines
+from zfs_core.causes import Cause, find_cause, find_listed_datasets, join_lines
 from zfs_core.exceptions import NameInvalid, NameTooLong, PropertyInvalid, ZFSOutputError
 from zfs_core.parse import Property
 
@@ -249,7 +249,7 @@ _SAMPLE_ERRORS = [
 
 @pytest.mark.parametrize(("cause", "message"), _SAMPLE_ERRORS)
 def test_causes_are_recognized(cause: Cause, message: str) -> None:
-    assert cause_of(message.format("tank/grove/x@y")) is cause
+    assert find_cause(message.format("tank/grove/x@y")) is cause
 
 
 @given(
@@ -257,8 +257,8 @@ def test_causes_are_recognized(cause: Cause, message: str) -> None:
 )
 def test_a_name_is_not_mistaken_for_a_cause(sample: tuple[Cause, str], name: str) -> None:
     cause, message = sample
-    assert cause_of(message.format(name)) is cause
-    assert cause_of(message.format("dataset is busy, out of space, already exists")) is cause
+    assert find_cause(message.format(name)) is cause
+    assert find_cause(message.format("dataset is busy, out of space, already exists")) is cause
 
 
 @pytest.mark.parametrize(
@@ -268,17 +268,17 @@ def test_a_name_is_not_mistaken_for_a_cause(sample: tuple[Cause, str], name: str
 def test_the_name_that_a_command_was_given_does_not_decide_the_cause(name: str) -> None:
     for cause, message in _SAMPLE_ERRORS:
         unquoted_message = message.replace("'{0}'", "{0}").replace("{0}@a\n{0}@b", "")
-        assert cause_of(unquoted_message.format(name), ["-o", "a=b", name]) is cause, message
+        assert find_cause(unquoted_message.format(name), ["-o", "a=b", name]) is cause, message
 
 
 def test_parts_of_names_and_paths_do_not_decide_the_cause() -> None:
     args = ["tank/a@1,2,no such pool"]
-    assert cause_of("cannot destroy snapshot tank/a@no such pool: dataset is busy", args) is Cause.BUSY
-    assert cause_of("cannot send tank/dev/zfs: dataset is busy", args) is Cause.BUSY
-    assert cause_of("umount: /srv/dev/zfs: target is busy", args) is Cause.IN_USE
-    assert cause_of("cannot open 'tank': pool I/O is currently suspended", ["I/O", "tank"]) is Cause.SUSPENDED
+    assert find_cause("cannot destroy snapshot tank/a@no such pool: dataset is busy", args) is Cause.BUSY
+    assert find_cause("cannot send tank/dev/zfs: dataset is busy", args) is Cause.BUSY
+    assert find_cause("umount: /srv/dev/zfs: target is busy", args) is Cause.IN_USE
+    assert find_cause("cannot open 'tank': pool I/O is currently suspended", ["I/O", "tank"]) is Cause.SUSPENDED
     for message in ("/dev/zfs and /proc/self/mounts are required.", "cannot open /dev/zfs: No such file or directory"):
-        assert cause_of(message, args) is Cause.UNREACHABLE
+        assert find_cause(message, args) is Cause.UNREACHABLE
 
 
 def test_names_are_extracted_from_errors() -> None:
@@ -291,7 +291,7 @@ def test_names_are_extracted_from_errors() -> None:
 
 @given(st.text())
 def test_any_error_becomes_one_line(stderr: str) -> None:
-    assert isinstance(cause_of(stderr), Cause)
+    assert isinstance(find_cause(stderr), Cause)
     assert len(join_lines(stderr).splitlines()) <= 1
     find_listed_datasets(stderr)
 
@@ -304,7 +304,7 @@ def test_names_are_split_into_pool_and_filesystem() -> None:
         ("pool@b", "pool", "pool"),
         ("pool#mark", "pool", "pool#mark"),
     ):
-        assert (names.pool_of(name), names.filesystem_of(name)) == (pool, filesystem)
+        assert (names.get_pool_name(name), names.get_filesystem_name(name)) == (pool, filesystem)
     assert names.decode_name("ä") == names.decode_name("ä".encode()) == "ä"
     with pytest.raises(NameInvalid):
         names.decode_name(b"\xff")

@@ -60,7 +60,7 @@ def test_a_sandbox_can_be_created_and_removed(storage: ZfsStorage) -> None:
     assert not zfs_core.is_mounted(f"{storage.root.dataset}/_template-{base.id}")
     scan = _reopen(storage).scan()
     assert (scan.snapshots, scan.sandboxes, scan.repaired) == ([base], [sandbox], [])
-    assert storage.snapshots.full_name(base.id) == f"{storage.root.dataset}/_template-{base.id}@base"
+    assert storage.snapshots.get_full_name(base.id) == f"{storage.root.dataset}/_template-{base.id}@base"
     storage.instances.forget(sandbox.instance)
     assert storage.instances.discard(sandbox.instance)
     assert storage.snapshots.destroy(base.id)
@@ -86,7 +86,7 @@ def test_a_snapshot_survives_its_sandbox(storage: ZfsStorage) -> None:
     (storage.instances.path(source.instance) / "file").write_text("later")
     storage.instances.forget(source.instance)
     assert not storage.instances.discard(source.instance)
-    retired_dataset = storage.snapshots.full_name(snapshot.id).partition("@")[0]
+    retired_dataset = storage.snapshots.get_full_name(snapshot.id).partition("@")[0]
     assert not zfs_core.is_mounted(retired_dataset)
     scan = _reopen(storage).scan()
     assert (scan.snapshots, scan.sandboxes, scan.repaired) == ([base, snapshot], [], [])
@@ -113,14 +113,14 @@ def test_removing_a_snapshot_in_use_lists_all_users(storage: ZfsStorage) -> None
     fork_names = {fork.id: fork.name for fork in forks}
     assert set(error_info.value.blockers) == {*fork_names, storage.instances.dataset(uncommitted_instance)}
     assert all(name in error_info.value.message for name in fork_names.values())
-    zfs_core.lzc_hold({storage.snapshots.full_name(base.id): "backup"})
+    zfs_core.lzc_hold({storage.snapshots.get_full_name(base.id): "backup"})
     for fork in forks:
         storage.instances.discard(fork.instance)
     storage.instances.discard(uncommitted_instance)
     with pytest.raises(InUseExternally, match="@") as error_info:
         storage.snapshots.destroy(base.id)
     assert list(error_info.value.users) == ["hold"]
-    zfs_core.lzc_release({storage.snapshots.full_name(base.id): ["backup"]})
+    zfs_core.lzc_release({storage.snapshots.get_full_name(base.id): ["backup"]})
     assert storage.snapshots.destroy(base.id)
 
 
@@ -129,7 +129,7 @@ def test_a_deferred_snapshot_is_hidden_and_removed_with_its_last_fork(storage: Z
     fork = _create_sandbox(storage, base)
     assert not storage.snapshots.destroy(base.id, deferred=True)
     with pytest.raises(NotFound):
-        storage.snapshots.full_name(base.id)
+        storage.snapshots.get_full_name(base.id)
     scan = _reopen(storage).scan()
     assert (scan.snapshots, scan.sandboxes) == ([], [fork])
     assert storage.instances.discard(fork.instance)
@@ -183,7 +183,7 @@ def test_a_dataset_that_cannot_be_moved_is_retired_in_place(storage: ZfsStorage)
     for _ in range(2):
         scan = _reopen(storage).scan()
         assert ([s.id for s in scan.sandboxes], scan.repaired) == ([fork.id for fork in forks], [])
-    snapshot_name = storage.snapshots.full_name(snapshot.id)  # a later scan may have moved it
+    snapshot_name = storage.snapshots.get_full_name(snapshot.id)  # a later scan may have moved it
     assert snapshot_name.partition("@")[0] in (
         f"{storage.root.dataset}/{container}/{source.instance}" for container in ("retired", "sandboxes")
     )
@@ -238,12 +238,14 @@ def test_damaged_properties_do_not_prevent_a_scan(storage: ZfsStorage) -> None:
     snapshot = storage.snapshots.capture(intact_sandbox.instance, Snapshot())
     duplicate_snapshot = storage.snapshots.capture(intact_sandbox.instance, Snapshot())
     pools.run("zfs", "set", f"{RECORD_PROPERTY}={{not json", storage.instances.dataset(damaged_sandbox.instance))
-    pools.run("zfs", "set", f"{RECORD_PROPERTY}=two\nlines\tlocal\nand more", storage.snapshots.full_name(snapshot.id))
+    pools.run(
+        "zfs", "set", f"{RECORD_PROPERTY}=two\nlines\tlocal\nand more", storage.snapshots.get_full_name(snapshot.id)
+    )
     pools.run(
         "zfs",
         "set",
         f"{RECORD_PROPERTY}={encode(base, 3)[RECORD_PROPERTY]}",
-        storage.snapshots.full_name(duplicate_snapshot.id),
+        storage.snapshots.get_full_name(duplicate_snapshot.id),
     )
     pools.run("zfs", "create", f"{storage.root.dataset}/sandboxes/odd one")
     for _ in range(2):
@@ -297,7 +299,7 @@ def test_a_snapshot_destroyed_with_zfs_is_not_found(storage: ZfsStorage) -> None
     sandbox = _create_sandbox(storage, base)
     snapshot = storage.snapshots.capture(sandbox.instance, Snapshot())
     storage.instances.discard(sandbox.instance)
-    pools.run("zfs", "destroy", storage.snapshots.full_name(snapshot.id))
+    pools.run("zfs", "destroy", storage.snapshots.get_full_name(snapshot.id))
     for operation in (
         lambda: storage.instances.clone(snapshot.id, new_id()),
         lambda: storage.snapshots.save(snapshot),
@@ -385,7 +387,7 @@ def test_quotas_are_enforced(storage: ZfsStorage) -> None:
     dataset = storage.instances.dataset(instance)
     assert zfs_core.get_props([dataset], ["referenced"])[dataset]["referenced"].number > 25 << 20
     assert 20 << 20 < storage.instances.count_unique_bytes(instance) < 24 << 20
-    assert zfs_core.used_bytes(storage.snapshots.full_name(base.id)) < 1 << 20
+    assert zfs_core.used_bytes(storage.snapshots.get_full_name(base.id)) < 1 << 20
     assert sorted(_list_dataset_names(storage, "filesystem")) == sorted(
         [*_DATASETS_OF_EMPTY_STORAGE, f"/_template-{base.id}", f"/sandboxes/{instance}"]
     )

@@ -54,7 +54,7 @@ def test_limit_applies_to_every_available_resource(groups: Cgroups, sleeper: sub
     assert read_cgroup_file(sleeper.pid).count(f"/{groups._name}/{INSTANCE}") >= 1
     if "memory" in groups._hierarchies:
         assert int(read_limit(groups, "memory", "memory.max", "memory.limit_in_bytes")) == 320 << 20
-        assert isinstance(groups.memory_bytes(INSTANCE), int)
+        assert isinstance(groups.read_memory_bytes(INSTANCE), int)
     if "cpu" in groups._hierarchies:
         assert read_limit(groups, "cpu", "cpu.max", "cpu.cfs_quota_us").split()[0] == "125000"
     groups.limit(INSTANCE, sleeper.pid, memory_mb=640, cpus=1)
@@ -125,7 +125,7 @@ def test_missing_controllers_are_logged_once(
     assert [record.getMessage() for record in caplog.records] == [
         f"sandboxes run without the limits of the controller {controller}" for controller in CONTROLLERS
     ]
-    assert groups.memory_bytes(INSTANCE) is None
+    assert groups.read_memory_bytes(INSTANCE) is None
 
 
 def test_version_2_enables_controllers_and_writes_limits(tmp_path: Path, sleeper: subprocess.Popen[bytes]) -> None:

@@ -62,7 +62,7 @@ class MappedImage:
 
 def list_page_numbers(ram: Ram, runs: Runs) -> set[int]:
     numbers = set()
-    for offset, length in zip(ram.offsets(runs), runs[:, 1].tolist(), strict=True):
+    for offset, length in zip(ram.compute_offsets(runs), runs[:, 1].tolist(), strict=True):
         numbers |= set(range(offset // PAGE_BYTES, (offset + length) // PAGE_BYTES))
     return numbers
 
@@ -134,7 +134,7 @@ def test_copier_without_a_base_leaves_holes_for_empty_pages(tmp_path: Path) -> N
             file.truncate(PAGE_COUNT * PAGE_BYTES)
     with MappedImage(blank_image, {3, 4, 60}) as mapped_image, copy.open("r+b") as file:
         copier = Copier(mapped_image.ram, file.fileno(), None)
-        copier.buffer(mapped_image.ram.all_pages())
+        copier.buffer(mapped_image.ram.list_all_pages())
         copier.write_buffered()
         assert copier.written_bytes == 3 * PAGE_BYTES
         assert copy.read_bytes() == mapped_image.read_contents()

@@ -75,7 +75,7 @@ class MemoryRecorder:
         async def record_and_resume(machine: Machine) -> None:
             ram = Ram(machine.pid, machine.files.memory)
             self.last_memory = np.empty(sum(area.end - area.start for area in ram.areas), dtype=np.uint8)
-            ram.read(ram.all_pages(), self.last_memory)
+            ram.read(ram.list_all_pages(), self.last_memory)
             await original_resume(machine)
 
         monkeypatch.setattr(Machine, "cont", record_and_resume)

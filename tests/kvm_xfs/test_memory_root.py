@@ -65,7 +65,7 @@ def capture_source(runner: EngineRunner, name: str) -> Snapshot:
 
 
 def get_image_path(runner: EngineRunner, snapshot: Snapshot) -> Path:
-    return Path(runner.engine.snapshots.files_of(snapshot.id)["memory"])
+    return Path(runner.engine.snapshots.get_file_paths(snapshot.id)["memory"])
 
 
 def list_image_names(root: Path) -> list[str]:

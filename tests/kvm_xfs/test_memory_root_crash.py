@@ -50,7 +50,7 @@ class MemoryRootWorld:
         self._world.check_no_strays(engine, config, moment)
         images = {path for path in self._root.rglob("*") if path.is_file()}
         snapshot_images = {
-            Path(engine.host.files_of(each)["memory"])
+            Path(engine.host.get_file_paths(each)["memory"])
             for each in engine.index.snapshots.values()
             if "memory" in each.host
         }

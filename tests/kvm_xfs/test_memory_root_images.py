@@ -34,7 +34,7 @@ def layout(state_xfs: LoopXfs, tmp_path: Path) -> Layout:
 
 @pytest.fixture
 def memory_directory(layout: Layout, root_xfs: LoopXfs) -> MemoryDirectory:
-    memory_directory = MemoryRoots(layout, root_xfs.mount_point).directory_for_capture()
+    memory_directory = MemoryRoots(layout, root_xfs.mount_point).find_capture_directory()
     assert memory_directory is not None
     return memory_directory
 
@@ -65,7 +65,7 @@ def test_images_are_shared_where_possible_and_copied_otherwise(
     assert copy_within.stat().st_mode & 0o777 == 0o600
     for copy in (copy_across, copy_within):
         assert count_used_bytes(copy) <= count_used_bytes(source) + MIB
-    assert reflink.has_same_extents(copy_across, copy_within) == root_xfs.reflink
+    assert reflink.have_same_extents(copy_across, copy_within) == root_xfs.reflink
     final_copy = layout.root / "back"
     reflink.clone_or_copy(copy_within, final_copy)
     assert final_copy.read_bytes() == source.read_bytes()
@@ -195,7 +195,7 @@ def test_an_unmounted_file_system_is_detected_and_nothing_is_written_below_it(
 ) -> None:
     roots = MemoryRoots(layout, root_xfs.mount_point)
     snapshot = Snapshot(memory=MemoryMode.FULL, resources=Resources(memory_mb=64))
-    memory_directory.record_in(snapshot)
+    memory_directory.record_location(snapshot)
     image = memory_directory.snapshot(snapshot.id)
     with image.open("xb") as file:
         file.truncate(64 * MIB)
@@ -204,8 +204,8 @@ def test_an_unmounted_file_system_is_detected_and_nothing_is_written_below_it(
     try:
         assert "is not mounted" in roots.memory_problem(snapshot)
         with pytest.raises(Conflict, match="is not mounted"):
-            roots.directory_for_capture()
+            roots.find_capture_directory()
         assert list(root_xfs.mount_point.iterdir()) == []
     finally:
         root_xfs.mount()
-    assert roots.memory_problem(snapshot) == "" and roots.directory_for_capture() is not None
+    assert roots.memory_problem(snapshot) == "" and roots.find_capture_directory() is not None

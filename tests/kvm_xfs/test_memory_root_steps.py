@@ -171,7 +171,7 @@ def check_state(gateway: Gateway, operation: str, moment: str) -> None:
     ), moment
     assert [host.memory_problem(each) for each in snapshots.values()] == [""] * len(snapshots), moment
     for snapshot in snapshots.values():
-        with Path(host.files_of(snapshot)["memory"]).open("rb") as image:
+        with Path(host.get_file_paths(snapshot)["memory"]).open("rb") as image:
             first_pages = image.read(3 * 4096)
         written_page_count = {gateway.first_snapshot.id: 1, gateway.second_snapshot.id: 2}.get(snapshot.id, 3)
         written_flags = [first_pages[page * 4096 : page * 4096 + 6] == b"number" for page in range(3)]
@@ -179,7 +179,7 @@ def check_state(gateway: Gateway, operation: str, moment: str) -> None:
     links = [path for path in (config.host.state_root / "sandboxes").glob("*/*/memory.*") if path.is_symlink()]
     assert all(link.exists() for link in links), moment
     images = {path for path in config.kvm_xfs.memory_root.rglob("*") if path.is_file()}  # type: ignore[union-attr]
-    assert images == {Path(host.files_of(each)["memory"]) for each in snapshots.values()} | {
+    assert images == {Path(host.get_file_paths(each)["memory"]) for each in snapshots.values()} | {
         link.readlink() for link in links
     }, (moment, scan.repaired)
     if gateway.idle_fork.id in sandbox_ids:

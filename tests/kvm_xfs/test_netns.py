@@ -33,13 +33,13 @@ from sandbox_gateway.hosts.kvm_xfs.network.addresses import (
     GUEST_MAC,
     VOLUME_PORTS,
     Slot,
-    host_table,
-    volume_address,
-    volume_namespace,
+    get_host_table,
+    get_volume_address,
+    get_volume_namespace,
 )
 from sandbox_gateway.hosts.kvm_xfs.network.rules import VOLUME_ACCESS
 from sandbox_gateway.hosts.kvm_xfs.network.slots import SlotPool
-from sandbox_gateway.hosts.network_policy import name_servers
+from sandbox_gateway.hosts.network_policy import find_name_servers
 from sandbox_gateway.records import NetworkPolicy
 from tests.support import session
 
@@ -263,7 +263,7 @@ async def world(*, ready_count: int = 0, **settings: Any) -> AsyncIterator[World
         new_world.remove()
         await pool.destroy()
         assert list_slot_objects(network.prefix) == []
-        assert not has_address(volume_address(network))
+        assert not has_address(get_volume_address(network))
 
 
 def has_address(address: str) -> bool:
@@ -475,12 +475,14 @@ async def test_connections_that_a_fork_inherited_are_reset() -> None:
 
 def change_access(network: Network, action: str, slot: Slot, port: int) -> None:
     """Grant (``add``) or revoke (``delete``) a sandbox's access to a port of the volume servers."""
-    nft_command = f"{action} element inet {host_table(network)} {VOLUME_ACCESS} {{ {slot.host_address} . {port} }}"
+    nft_command = f"{action} element inet {get_host_table(network)} {VOLUME_ACCESS} {{ {slot.host_address} . {port} }}"
     subprocess.run(["nft", nft_command], check=True, timeout=20)
 
 
 def listen_for_volume(w: World, port: int) -> socket.socket:
-    server = run_inside(volume_namespace(w.network), lambda: socket.create_server((volume_address(w.network), port)))
+    server = run_inside(
+        get_volume_namespace(w.network), lambda: socket.create_server((get_volume_address(w.network), port))
+    )
     server.settimeout(20)
     return w.close_at_end(server)
 
@@ -501,7 +503,7 @@ async def test_only_permitted_sandboxes_reach_a_volume_port(policy: NetworkPolic
         assert not guest.can_reach(GATEWAY_ADDRESS, next_port)
         assert not other_guest.can_reach(GATEWAY_ADDRESS, port)
         # The port is open only at the gateway's address, neither at the servers' own address nor at those of slots.
-        for target in (volume_address(w.network), other_slot.veth_address, slot.host_address):
+        for target in (get_volume_address(w.network), other_slot.veth_address, slot.host_address):
             assert not guest.can_reach(target, port)
 
 
@@ -547,7 +549,7 @@ async def test_a_fork_reconnects_to_its_volume() -> None:
 async def test_only_the_gateway_and_sandboxes_reach_volume_servers() -> None:
     async with world() as w:
         outside_machine = w.add_outside_machine()
-        address = volume_address(w.network)
+        address = get_volume_address(w.network)
         listen_for_volume(w, VOLUME_PORTS[0])
         outside_machine.run_ip("route", "add", f"{address}/32", "via", outside_machine.host_address)
         w.close_at_end(listen(48125))
@@ -593,7 +595,7 @@ async def test_take_fails_if_all_addresses_are_in_use() -> None:
         await wait_for_ready_slots(w.pool, 1)
         slots.append(await w.pool.take(OPEN_POLICY))
         assert len({slot.number for slot in slots}) == 3
-        assert volume_address(w.network) not in {slot.host_address for slot in slots}
+        assert get_volume_address(w.network) not in {slot.host_address for slot in slots}
         with pytest.raises(Busy, match="all 3 network slots"):
             await w.pool.take(OPEN_POLICY)
         await w.pool.release(slots[1])
@@ -740,5 +742,5 @@ async def test_closing_an_unopened_pool_preserves_other_rules(network: Network) 
 
 
 def test_name_servers_omits_unreachable_addresses() -> None:
-    servers = name_servers(Network(dns=["9.9.9.9", "127.0.0.53", "fd00::53", "9.9.9.9", "nonsense", "1.1.1.1"]))
+    servers = find_name_servers(Network(dns=["9.9.9.9", "127.0.0.53", "fd00::53", "9.9.9.9", "nonsense", "1.1.1.1"]))
     assert servers == ["9.9.9.9", "1.1.1.1"]

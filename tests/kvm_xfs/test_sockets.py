@@ -7,7 +7,7 @@ import socket
 import threading
 from pathlib import Path
 
-from sandbox_gateway.hosts.kvm_xfs.qemu.sockets import connect_to, listen_at
+from sandbox_gateway.hosts.kvm_xfs.qemu.sockets import connect_to_path, listen_on_path
 
 
 def test_a_machine_that_accepts_no_connection_does_not_block(tmp_path: Path) -> None:
@@ -17,14 +17,14 @@ def test_a_machine_that_accepts_no_connection_does_not_block(tmp_path: Path) -> 
     def connect_repeatedly(connections: contextlib.ExitStack) -> None:
         for _ in range(20):
             try:
-                connection = connections.enter_context(connect_to(tmp_path / "socket"))
+                connection = connections.enter_context(connect_to_path(tmp_path / "socket"))
                 outcomes.append("non-blocking" if not connection.getblocking() else "blocking")
             except BlockingIOError:
                 outcomes.append("refused")
 
     with contextlib.ExitStack() as stack:
         listener = stack.enter_context(socket.socket(socket.AF_UNIX))
-        listen_at(listener, tmp_path / "socket")
+        listen_on_path(listener, tmp_path / "socket")
         thread = threading.Thread(target=connect_repeatedly, args=(stack,), daemon=True)
         thread.start()
         thread.join(30)

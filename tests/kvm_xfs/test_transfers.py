@@ -93,7 +93,7 @@ async def test_a_discarded_import_leaves_nothing_behind(store: Snapshots, tmp_pa
     if in_memory_root:
         directory = MemoryDirectory(tmp_path / "root", "gateway")
         directory.snapshots.mkdir(parents=True)
-        directory.record_in(snapshot)
+        directory.record_location(snapshot)
     target = start_import(store, snapshot)
     files = store.partial_files(snapshot)
     assert files.memory.exists() and files.directory.exists()

@@ -31,9 +31,9 @@ from sandbox_gateway.hosts.kvm_xfs.network.addresses import (
     GATEWAY_ADDRESS,
     VOLUME_PORTS,
     Slot,
-    host_table,
-    volume_address,
-    volume_namespace,
+    get_host_table,
+    get_volume_address,
+    get_volume_namespace,
 )
 from sandbox_gateway.hosts.kvm_xfs.network.rules import VOLUME_ACCESS, apply_on_host, build_host_rules
 from sandbox_gateway.hosts.kvm_xfs.network.slots import SlotPool
@@ -296,16 +296,16 @@ async def test_handles_survive_a_stopped_or_killed_server(xfs_root: Path) -> Non
 async def test_used_bytes_are_the_same_with_and_without_a_server(xfs_root: Path) -> None:
     async with setup(xfs_root) as s:
         volume, (slot, guest) = await s.create_volume(), await s.create_guest()
-        assert await s.servers.used_bytes(volume.id, volume.image) < 1 << 20
+        assert await s.servers.count_used_bytes(volume.id, volume.image) < 1 << 20
         await volume.serve({slot: False})
         client = volume.connect_nfs(guest)
         file = client.create(volume.mount_volume(guest), "file")
         for chunk_number in range(32):
             client.write(file, os.urandom(1 << 17), chunk_number << 17)
-        used_bytes_with_server = await s.servers.used_bytes(volume.id, volume.image)
+        used_bytes_with_server = await s.servers.count_used_bytes(volume.id, volume.image)
         assert 4 << 20 <= used_bytes_with_server < 5 << 20
         await s.servers.stop(volume.id)
-        assert abs(await s.servers.used_bytes(volume.id, volume.image) - used_bytes_with_server) < 1 << 18
+        assert abs(await s.servers.count_used_bytes(volume.id, volume.image) - used_bytes_with_server) < 1 << 18
 
 
 @pytest.mark.parametrize("can_resize", [True, False])
@@ -378,7 +378,8 @@ async def test_a_port_in_use_is_reported(xfs_root: Path) -> None:
         volume, (slot, _) = await s.create_volume(), await s.create_guest()
         with (
             run_inside(
-                volume_namespace(s.network), lambda: socket.create_server((volume_address(s.network), volume.port))
+                get_volume_namespace(s.network),
+                lambda: socket.create_server((get_volume_address(s.network), volume.port)),
             ),
             pytest.raises(BackendFailed, match=r"cannot be served: .*bind"),
         ):
@@ -630,9 +631,9 @@ async def test_a_server_serves_only_nfs_3_and_mount(xfs_root: Path) -> None:
                         connection.call(program, version, 0)
         for port in (111, 2049, 20048):
             assert not guest.can_reach(GATEWAY_ADDRESS, port)
-        socket_lines = run_command("nsenter", f"--net={volume_namespace(s.network)}", "ss", "-Hlnptu").splitlines()
+        socket_lines = run_command("nsenter", f"--net={get_volume_namespace(s.network)}", "ss", "-Hlnptu").splitlines()
         sockets = [line.split() for line in socket_lines if f"pid={volume.pid}," in line]
-        address = volume_address(s.network)
+        address = get_volume_address(s.network)
         assert sorted(fields[4].replace("[::ffff:", "").replace("]", "") for fields in sockets) == [
             f"{address}:{volume.port}",
             f"{address}:{volume.port + 1}",
@@ -694,7 +695,7 @@ async def test_clients_cannot_reach_a_server_before_it_is_isolated(
         async def wait_and_record_access(*arguments: Any) -> None:
             await original_wait_until_ready(*arguments)
             elements_before_ready.append(
-                run_command("nft", "list", "set", "inet", host_table(s.network), VOLUME_ACCESS)
+                run_command("nft", "list", "set", "inet", get_host_table(s.network), VOLUME_ACCESS)
             )
 
         monkeypatch.setattr(ServerStarter, "_wait_until_ready", wait_and_record_access)
@@ -711,7 +712,7 @@ async def test_clients_cannot_reach_a_server_before_it_is_isolated(
         assert len(elements_before_ready) == 3
         assert not any(slot.host_address in elements for elements in elements_before_ready)
         await volume.serve({slot: True})
-        assert slot.host_address in run_command("nft", "list", "set", "inet", host_table(s.network), VOLUME_ACCESS)
+        assert slot.host_address in run_command("nft", "list", "set", "inet", get_host_table(s.network), VOLUME_ACCESS)
 
 
 async def test_a_server_that_is_not_isolated_is_not_adopted(xfs_root: Path, monkeypatch: pytest.MonkeyPatch) -> None:

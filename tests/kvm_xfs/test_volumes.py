@@ -94,8 +94,8 @@ class FakeServerPool(ServerPool):
     async def grow(self, volume: str) -> None:
         self._record_call("grow", volume)
 
-    async def used_bytes(self, volume: str, image: Path) -> int:
-        self._record_call("used_bytes", volume)
+    async def count_used_bytes(self, volume: str, image: Path) -> int:
+        self._record_call("count_used_bytes", volume)
         return get_size_on_disk(image)
 
     def mounts(self, volume: str, port: int, path: str, read_only: bool) -> GuestMount:
@@ -132,8 +132,8 @@ class VolumeHost(KvmVolumes):
             await pending.clone_images()
             await pending.commit()
             final_directory = self.layout.snapshot(snapshot).directory
-            commit_protocol.partial_of(final_directory).mkdir()
-            record_files.write_record(commit_protocol.partial_of(final_directory), snapshot)
+            commit_protocol.get_partial_directory(final_directory).mkdir()
+            record_files.write_record(commit_protocol.get_partial_directory(final_directory), snapshot)
             commit_protocol.commit(final_directory)
 
     async def wait_for_background_tasks(self) -> None:
@@ -791,8 +791,8 @@ async def test_a_new_gateway_grants_access_to_exactly_the_running_sandboxes(
 
 async def test_state_reports_an_unresponsive_server(host: VolumeHost) -> None:
     volume_one, _ = await create_two_volumes(host)
-    host.servers.failing_calls = {("used_bytes", volume_one.id)}
-    assert "used_bytes refused" in (await host.state(volume_one)).stuck[0]
+    host.servers.failing_calls = {("count_used_bytes", volume_one.id)}
+    assert "count_used_bytes refused" in (await host.state(volume_one)).stuck[0]
 
 
 async def test_a_server_that_cannot_be_started_does_not_block_the_gateway(

@@ -29,7 +29,7 @@ from sandbox_gateway.hosts.kvm_xfs.network.addresses import (
     TAP_NAME,
     VOLUME_PORTS,
     Slot,
-    volume_address,
+    get_volume_address,
 )
 from sandbox_gateway.records import NetworkPolicy
 from tests.kvm_xfs.test_netns import OPEN_POLICY, Guest, OutsideMachine, run_inside, world
@@ -424,7 +424,7 @@ async def opened_monitored_slot() -> AsyncIterator[MonitoredSlot]:
         guest, _ = w.add_guest(slot), w.add_guest(neighbour_slot)
         outside_machine: OutsideMachine = w.add_outside_machine()
         addresses = AttackAddresses(
-            slot, neighbour_slot, outside_machine.address, outside_machine.host_address, volume_address(w.network)
+            slot, neighbour_slot, outside_machine.address, outside_machine.host_address, get_volume_address(w.network)
         )
         sniffers = (
             Sniffer(lambda make: make(), slot.veth, incoming=True),

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from sandbox_gateway.hosts.kvm_xfs.network.addresses import GATEWAY_ADDRESS, Slot, volume_address
+from sandbox_gateway.hosts.kvm_xfs.network.addresses import GATEWAY_ADDRESS, Slot, get_volume_address
 from sandbox_gateway.hosts.kvm_xfs.volumes.file_system import format_image
 from sandbox_gateway.records import new_id
 from tests.kvm_xfs.test_netns import Guest, run_inside
@@ -107,7 +107,7 @@ async def test_ports_of_another_volume_are_unreachable_at_every_address(xfs_root
         ports = (victim.volume.port, victim.volume.port + 1)
         gateway_addresses = (
             GATEWAY_ADDRESS,
-            volume_address(s.network),
+            get_volume_address(s.network),
             victim.slot.veth_address,
             victim.slot.host_address,
         )
@@ -123,7 +123,7 @@ async def test_ports_of_another_volume_are_unreachable_at_every_address(xfs_root
                         )
         # Not even the attacker's own volume is reachable at the address of the servers.
         with pytest.raises((*DISCONNECT_ERRORS, OSError)):
-            run_inside(attacker.path, lambda: Mount(volume_address(s.network), own_volume.port + 1, seconds=0.4))
+            run_inside(attacker.path, lambda: Mount(get_volume_address(s.network), own_volume.port + 1, seconds=0.4))
         victim.check_intact()
 
 

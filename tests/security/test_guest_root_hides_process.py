@@ -213,7 +213,7 @@ async def test_a_process_with_the_pid_of_an_ended_machine_is_not_killed(
             services.append(reuse_pid(process.pid))
             return False
 
-        monkeypatch.setattr(machines_module, "_is_machine_of", end_first)
+        monkeypatch.setattr(machines_module, "_has_opened_disk", end_first)
         try:
             async with s.restarted_gateway([sandbox]) as (machines, scan):
                 assert [service.pid for service in services] == [pid]

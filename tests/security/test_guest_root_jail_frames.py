@@ -120,9 +120,9 @@ class JailWorld:
         name = f"sx{epair.number}"
         self.shim.check_ok("jail", "-c", f"name={name}", f"path={self.shim.root}", "persist", "vnet=new")
         await self.network.connect(name, epair, policy)
-        self.shim.check_ok("ifconfig", epair.inner, "vnet", name)
+        self.shim.check_ok("ifconfig", epair.inner_end, "vnet", name)
         await Jails(self.run).configure_interface(
-            name, epair.inner, address=epair.address, prefix=24, gateway=self.network.bridge.gateway
+            name, epair.inner_end, address=epair.address, prefix=24, gateway=self.network.bridge.gateway
         )
 
     def run_in_stack(self, jail: str, program: str, *arguments: str) -> subprocess.Popen[str]:
@@ -137,7 +137,7 @@ class JailWorld:
         """Start sending frames from the attacker's jail, each after ``interval`` seconds."""
         words = [frame.hex() for frame in frames]
         return self.run_in_stack(
-            f"sx{ATTACKER_NUMBER}", _SEND_PROGRAM, self.attacker.inner, str(interval), ",".join(words)
+            f"sx{ATTACKER_NUMBER}", _SEND_PROGRAM, self.attacker.inner_end, str(interval), ",".join(words)
         )
 
     def send_frames(self, *frames: bytes, interval: float = 0) -> None:
@@ -268,7 +268,7 @@ async def test_forged_arp_does_not_change_the_hosts_table(world: JailWorld) -> N
 async def test_forged_arp_cannot_take_the_address_of_a_jail_that_has_not_sent_anything(world: JailWorld) -> None:
     """The host asks nobody for the address of a jail, so nobody can answer first."""
     await add_both_jails(world)
-    sniffer = _wait_until_up(world.run_in_stack(f"sx{ATTACKER_NUMBER}", _SNIFF_PROGRAM, world.attacker.inner))
+    sniffer = _wait_until_up(world.run_in_stack(f"sx{ATTACKER_NUMBER}", _SNIFF_PROGRAM, world.attacker.inner_end))
     world.is_reachable(world.victim.address)
     world.is_reachable("10.213.0.99")
     world.shim.check_ok("/usr/bin/python3", "-c", _SEND_UDP_PROGRAM, world.attacker.address)
@@ -296,7 +296,7 @@ async def test_forged_senders_do_not_fill_the_hosts_arp_table(world: JailWorld) 
 
 async def test_jails_receive_no_frames_from_each_other(world: JailWorld) -> None:
     await add_both_jails(world)
-    sniffer = _wait_until_up(world.run_in_stack(f"sx{VICTIM_NUMBER}", _SNIFF_PROGRAM, world.victim.inner))
+    sniffer = _wait_until_up(world.run_in_stack(f"sx{VICTIM_NUMBER}", _SNIFF_PROGRAM, world.victim.inner_end))
     packet = make_udp(world.attacker.address, world.victim.address)
     arp = make_arp(2, world.network.bridge.gateway, world.attacker.mac, world.victim.address, world.victim.mac)
     world.send_frames(

@@ -23,13 +23,13 @@ import pytest
 
 from sandbox_gateway.errors import BackendFailed
 from sandbox_gateway.hosts.connect import AGENT_PORT, CODE_PORT
-from sandbox_gateway.hosts.kvm_xfs.bounded_log import LOG_BYTES, open_log_of, read_log
+from sandbox_gateway.hosts.kvm_xfs.bounded_log import LOG_BYTES, open_process_log, read_log
 from sandbox_gateway.hosts.kvm_xfs.cgroup import CONTROLLERS, Cgroups
 from sandbox_gateway.hosts.kvm_xfs.network.addresses import (
     GATEWAY_ADDRESS,
-    volume_address,
-    volume_gateway,
-    volume_namespace,
+    get_volume_address,
+    get_volume_gateway,
+    get_volume_namespace,
 )
 from sandbox_gateway.hosts.kvm_xfs.volumes import launcher, rpc, server_start
 from sandbox_gateway.hosts.kvm_xfs.volumes.server_process import ServerProcess, ServerSettings, replace_file
@@ -144,10 +144,10 @@ async def test_a_compromised_server_cannot_reach_other_services(xfs_root: Path) 
         await volume.serve({slot: False})
         # Both machines could find each other if the host forwarded their packets.
         outside_machine.run_ip("route", "add", "default", "via", outside_machine.host_address)
-        servers_namespace = volume_namespace(s.network).name
-        run_ip("-n", servers_namespace, "route", "add", "default", "via", volume_gateway(s.network))
+        servers_namespace = get_volume_namespace(s.network).name
+        run_ip("-n", servers_namespace, "route", "add", "default", "via", get_volume_gateway(s.network))
         targets = [[each.host_address, port] for each in (slot, other_slot) for port in (AGENT_PORT, CODE_PORT, 8000)]
-        host_addresses = (slot.veth_address, volume_gateway(s.network), outside_machine.host_address)
+        host_addresses = (slot.veth_address, get_volume_gateway(s.network), outside_machine.host_address)
         targets += [[address, host_server.getsockname()[1]] for address in (*host_addresses, "127.0.0.1")]
         targets.append([outside_machine.address, 443])
         command = [
@@ -169,7 +169,7 @@ async def test_a_compromised_server_cannot_reach_the_servers_of_other_volumes(xf
             await each.serve({slot: False})
             assert each.mount_volume(guest)
         ports = (other_volume.port, other_volume.port + 1)
-        targets = [(address, port) for address in (volume_address(s.network), "127.0.0.1") for port in ports]
+        targets = [(address, port) for address in (get_volume_address(s.network), "127.0.0.1") for port in ports]
         namespace = f"--net=/proc/{volume.pid}/ns/net"
         command = ["nsenter", namespace, sys.executable, "-c", CONNECT_SCRIPT, json.dumps(targets)]
         assert json.loads(await asyncio.to_thread(run_command, *command)) == []
@@ -273,7 +273,9 @@ async def test_the_export_list_does_not_name_other_sandboxes(xfs_root: Path) -> 
             assert path == f"/{volume.id}"
             listed_addresses = {ipaddress.IPv4Interface(client).ip for client in clients}
             # From the network of the sandboxes, the list contains only the address of the host on the servers' link.
-            assert {str(address) for address in listed_addresses if address in subnet} <= {volume_gateway(s.network)}
+            assert {str(address) for address in listed_addresses if address in subnet} <= {
+                get_volume_gateway(s.network)
+            }
 
 
 async def test_restarts_of_a_crashing_server_are_delayed(xfs_root: Path) -> None:
@@ -317,7 +319,7 @@ async def test_no_other_server_can_answer_for_one_that_has_ended(xfs_root: Path)
         assert can_connect()
         server.early_exits = 100  # This delays the restart by 30 s.
         await kill_process(server.pid)
-        listener_address = (volume_address(s.network), volume.port)
+        listener_address = (get_volume_address(s.network), volume.port)
         with run_inside(
             Path(f"/proc/self/fd/{descriptor}"), lambda: socket.create_server(listener_address, backlog=4096)
         ):
@@ -420,7 +422,7 @@ def test_the_gateway_does_not_read_a_file_that_replaces_a_log(tmp_path: Path) ->
     secret_file.write_text("secret")
     for directory in (None, tmp_path):
         with running_process_with_descriptor(secret_file, 2, os.O_PATH) as process, pytest.raises(OSError):
-            read_log(open_log_of(process.pid, directory))
+            read_log(open_process_log(process.pid, directory))
 
 
 @contextlib.asynccontextmanager

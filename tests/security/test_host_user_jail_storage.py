@@ -174,7 +174,7 @@ if step == "before the file is complete":
 elif step == "between file and record":
     zfs_core.lzc_set_prop = kill
 elif step == "before the old file is removed":
-    secret_files.SecretFiles.remove_superseded = kill
+    secret_files.SecretFiles.remove_superseded_files = kill
 elif step == "before the file of a removed sandbox is removed":
     secret_files.SecretFiles.remove = kill
     storage.remove_record(sandbox)

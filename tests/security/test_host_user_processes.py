@@ -175,7 +175,7 @@ async def test_imitated_machines_are_ignored(xfs_root: Path, monkeypatch: pytest
             assert {
                 each: (machine.pid, slot.number) for each, (machine, slot) in machines._started_machines.items()
             } == {running_sandbox.instance: (pid, slot.number)}
-            assert scan.alive == {running_sandbox.instance}
+            assert scan.running_instances == {running_sandbox.instance}
             assert scan.repaired == []
             assert all(each.poll() is None for each in imitations)
 
@@ -214,7 +214,7 @@ async def test_a_machine_that_does_not_answer_as_qemu_does_is_stopped(
         monkeypatch.setattr(Machine, "resume_if_stopped", resume_if_stopped)
         async with s.restarted_gateway([victim, attacker]) as (machines, scan):
             assert [machine.pid for machine, _ in machines._started_machines.values()] == [victim_pid]
-            assert scan.alive == {victim.instance}
+            assert scan.running_instances == {victim.instance}
             assert scan.repaired == [f"stopped the machine {attacker.instance}, which did not respond like QEMU"]
             assert not await asyncio.to_thread(Path(f"/proc/{attacker_pid}").exists)
 

@@ -182,7 +182,7 @@ def test_a_deep_tree_that_a_killed_build_left_behind_does_not_keep_the_gateway_f
     [
         lambda path: asyncio.run(rootfs_common.remove_tree(path)),
         lambda path: Tree(path.parent).remove(f"/{path.name}"),
-        lambda path: (path.rename(commit_protocol.partial_of(path)), commit_protocol.undo(path)),
+        lambda path: (path.rename(commit_protocol.get_partial_directory(path)), commit_protocol.undo(path)),
         commit_protocol.remove,
         commit_protocol.remove_durably,
         lambda path: Identities(path.parent).sweep(()),

@@ -25,7 +25,7 @@ from sandbox_gateway.hosts.base import Abilities, Host
 from sandbox_gateway.hosts.kvm_xfs.host import KvmXfsHost
 from sandbox_gateway.hosts.kvm_xfs.image.layout import Layout
 from sandbox_gateway.hosts.kvm_xfs.network.slots import SlotPool
-from sandbox_gateway.hosts.kvm_xfs.qemu.processes import list_running
+from sandbox_gateway.hosts.kvm_xfs.qemu.processes import list_running_processes
 from sandbox_gateway.hosts.kvm_xfs.volumes.pending_snapshots import PendingSnapshot
 from sandbox_gateway.hosts.kvm_xfs.volumes.server_pool import ServerPool
 from sandbox_gateway.records import SandboxState, Snapshot, SnapshotKind
@@ -209,7 +209,7 @@ class KvmXfsWorld:
         return config.host.state_root
 
     def cut_power(self, config: Config) -> None:
-        machines = list_running(config.host.state_root / "sandboxes", config.network.prefix)
+        machines = list_running_processes(config.host.state_root / "sandboxes", config.network.prefix)
         serving_directory = config.host.state_root / "serving"
         servers = (process for process in _list_processes() if _find_names_below(process, serving_directory))
         for descriptor in [

@@ -102,7 +102,7 @@ def test_the_sbom_has_the_licences_and_dependencies_of_installed_packages(sbom_d
         package = packages.get(component["name"])
         if package is not None and package.version == component["version"]:
             compared_package_count += 1
-            assert component["licenses"] == sbom.licences_of(package)
+            assert component["licenses"] == sbom.find_licences(package)
             assert dependencies[component["bom-ref"]] == sbom.find_references(package.requires or [], pins)
     assert compared_package_count >= len(sbom.read_host_pins([sbom.RUNTIME_FILE])), (
         "the test environment has different packages from a host"

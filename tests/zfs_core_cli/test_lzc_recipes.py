@@ -116,7 +116,7 @@ def test_changes_are_replicated(recipe: Recipe, lzc: Lzc, lzc_path: Path, root: 
     pools.run("zfs", "mount", f"{root}/copy")
     assert (root_path / "copy/file").read_text() == "second"
     lzc("snapshot", f"{root}/copy@copy-3")
-    with pytest.raises(AssertionError, match="exists already"):
+    with pytest.raises(AssertionError, match="already exists"):
         _run_playbook("replicate", lzc_path, root_path, {**variables, "zfs_snapshot": "copy-3"}, [])
 
 

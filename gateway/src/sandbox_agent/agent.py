@@ -39,9 +39,9 @@ class MaintenanceHandlers:
         self._freezer = freezer
         self._managed = managed
 
-    def routes(self) -> dict[str, list[Route]]:
+    def build_routes(self) -> dict[str, list[Route]]:
         return {
-            "/health": [Route(self.health, method="GET", guarded=False)],
+            "/health": [Route(self.health, method="GET", is_guarded=False)],
             "/sync": [Route(self.sync)],
             "/freeze": [Route(self.freeze)],
             "/thaw": [Route(self.thaw)],
@@ -100,14 +100,14 @@ class LazyInterpreter:
         self._lock = threading.Lock()
         self._interpreter: Interpreter | None = None
 
-    def routes(self) -> dict[str, list[Route]]:
+    def build_routes(self) -> dict[str, list[Route]]:
         """Return the routes on the agent's port."""
         return {"/eval": [self._make_route("evaluate")], "/contexts/{}/start": [self._make_route("start")]}
 
-    def code_routes(self) -> dict[str, list[Route]]:
+    def build_code_routes(self) -> dict[str, list[Route]]:
         """Return the routes on the port that E2B's clients use to run code."""
         return {
-            "/health": [Route(lambda request, reply: reply.json("OK"), method="GET", guarded=False)],
+            "/health": [Route(lambda request, reply: reply.json("OK"), method="GET", is_guarded=False)],
             "/execute": [self._make_route("execute")],
             "/contexts": [self._make_route("list", "GET"), self._make_route("create")],
             "/contexts/{}": [self._make_route("remove", "DELETE")],
@@ -144,20 +144,20 @@ def build_servers(
     if managed and failures:
         print(f"sandbox-agent: could not mount identity files: {'; '.join(failures)}", file=sys.stderr)
     routes = {
-        "/identity": [Route(identity.handle, guarded=False)],
-        "/mounts": [Route(make_mounts_handler(identity, managed=managed), guarded=False)],
+        "/identity": [Route(identity.handle, is_guarded=False)],
+        "/mounts": [Route(make_mounts_handler(identity, managed=managed), is_guarded=False)],
         "/exec": [Route(ExecHandler(identity.environment).handle)],
-        **MaintenanceHandlers(Freezer(), managed=managed).routes(),
-        **ProcessService(ProcessTable(), identity.environment).routes(),
-        **filesystem.routes(),
-        **contents.routes(),
-        **interpreter.routes(),
+        **MaintenanceHandlers(Freezer(), managed=managed).build_routes(),
+        **ProcessService(ProcessTable(), identity.environment).build_routes(),
+        **filesystem.build_routes(),
+        **contents.build_routes(),
+        **interpreter.build_routes(),
     }
     if managed and system.IS_LINUX:
         threading.Thread(target=identity.serve_line, args=(SerialLine(line_path),), daemon=True).start()
     server = Server(address, port, routes, identity.guard)
     try:
-        return server, Server(address, code_port, interpreter.code_routes(), identity.guard_code_port)
+        return server, Server(address, code_port, interpreter.build_code_routes(), identity.guard_code_port)
     except OSError as error:
         # A program in the sandbox that uses this port must not prevent the agent from starting.
         print(

@@ -58,7 +58,7 @@ class Failure(Exception):
         self.status = status or STATUS_BY_CODE[code]
 
 
-def invalid(message: str) -> Failure:
+def invalid_argument(message: str) -> Failure:
     return Failure("invalid_argument", message)
 
 

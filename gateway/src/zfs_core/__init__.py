@@ -1,4 +1,6 @@
-"""Implement the API of ``libzfs_core`` (pyzfs) with the commands ``zfs`` and ``zpool``. It does not know sandboxes.
+"""Implement the API of ``libzfs_core`` (pyzfs) with the commands ``zfs`` and ``zpool``.
+
+This package knows nothing about sandboxes.
 
 The functions ``lzc_*`` have the same names, argument order and exceptions as in libzfs_core of OpenZFS 2.3. Names may
 be str or bytes; if the first argument is bytes, names in results and exceptions are bytes. ``is_supported`` tells which

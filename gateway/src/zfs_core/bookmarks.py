@@ -26,15 +26,15 @@ from zfs_core.names import (
     Name,
     accepts_bytes,
     decode_name,
+    get_pool_name,
+    get_short_name,
     is_bookmark_name,
     is_snapshot_name,
     is_too_long,
-    pool_of,
-    short_name_of,
     validate_bookmark_name,
     validate_filesystem_name,
 )
-from zfs_core.outcome import ErrorFactory, check, error_of
+from zfs_core.outcome import ErrorFactory, check, make_error
 from zfs_core.parse import parse_table
 from zfs_core.run import run
 
@@ -79,7 +79,7 @@ def lzc_bookmark(bookmarks: Mapping[str, Name] | Mapping[bytes, Name]) -> None:
             for created_name in created_names:
                 run("destroy", created_name, name=created_name)
             mismatch = outcome.explain(BookmarkMismatch(source)) if outcome.cause is Cause.BOOKMARK_MISMATCH else None
-            raise BookmarkFailure([mismatch or error_of(outcome, name, "create bookmark", _ERRORS)])
+            raise BookmarkFailure([mismatch or make_error(outcome, name, "create bookmark", _ERRORS)])
         created_names.append(name)
 
 
@@ -90,7 +90,7 @@ def _find_name_error(name: str, source: str, sources: Mapping[str, str]) -> ZFSE
         return BookmarkSourceInvalid(source)
     if is_too_long(name):
         return NameTooLong(name)
-    if any(pool_of(each) != pool_of(name) for each in sources):
+    if any(get_pool_name(each) != get_pool_name(name) for each in sources):
         return PoolsDiffer(name)
     return None
 
@@ -112,7 +112,7 @@ def lzc_get_bookmarks(fsname: Name, props: Iterable[Name] | None = None) -> dict
         check(outcome, target, "list bookmarks", {Cause.MISSING: FilesystemNotFound}).output, len(columns)
     )
     return {
-        short_name_of(row[0]): {name: int(value) for name, value in zip(prop_names, row[1:], strict=True)}
+        get_short_name(row[0]): {name: int(value) for name, value in zip(prop_names, row[1:], strict=True)}
         for row in rows
     }
 
@@ -137,6 +137,6 @@ def lzc_destroy_bookmarks(bookmarks: Iterable[Name]) -> None:
     for name in names:
         outcome = run("destroy", name, name=name)
         if outcome.cause not in (None, Cause.MISSING, Cause.NO_POOL):
-            errors.append(error_of(outcome, name, "destroy bookmark"))
+            errors.append(make_error(outcome, name, "destroy bookmark"))
     if errors:
         raise BookmarkDestructionFailure(errors)

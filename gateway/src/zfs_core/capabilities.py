@@ -41,7 +41,7 @@ class Capabilities:
     send_options: bool
     """`zfs send` has the options for features of streams (`-e`, `-L`, `-c`, `-w`), sizes (`-n`) and tokens (`-t`)."""
     bookmarks: bool
-    """`zfs bookmark` exists, and `zfs destroy -nvp FIRST%LAST` calculates the space of a range of snapshots."""
+    """`zfs bookmark` exists, and `zfs destroy -nvp FIRST%LAST` calculates the space used by a range of snapshots."""
     pool_commands: bool
     """`zpool sync`, `zpool reopen`, `zpool checkpoint` and `zfs program` exist."""
     encryption: bool
@@ -75,7 +75,7 @@ ZFS_FUSE_CAPABILITIES = Capabilities(
 )
 
 
-def openzfs_capabilities(version: tuple[int, ...]) -> Capabilities:
+def make_openzfs_capabilities(version: tuple[int, ...]) -> Capabilities:
     return Capabilities(
         version=version,
         atomic_snapshots=True,
@@ -110,7 +110,9 @@ def detect_capabilities() -> Capabilities:
         outcome = execute(("version",))
         if outcome.cause is None:
             match = re.search(r"^zfs-(\d+)\.(\d+)(?:\.(\d+))?", outcome.output, re.MULTILINE)
-            _capabilities = openzfs_capabilities(tuple(int(part) for part in match.groups() if part) if match else ())
+            _capabilities = make_openzfs_capabilities(
+                tuple(int(part) for part in match.groups() if part) if match else ()
+            )
         elif "unrecognized command" in outcome.message:
             _capabilities = ZFS_FUSE_CAPABILITIES
         else:

@@ -1,7 +1,7 @@
 """Determine why ``zfs`` failed.
 
-The exit status only shows that the command failed; the reason is on standard error. The wording of zfs-fuse 0.7 and
-OpenZFS 2.4 is nearly the same.
+The exit status only shows that the command failed; the reason is printed to standard error. The wording of zfs-fuse 0.7
+and OpenZFS 2.4 is nearly the same.
 """
 
 from __future__ import annotations
@@ -143,7 +143,7 @@ _LIST_HEADING = re.compile(r"^use '-\w' (?:to|for)[^\n]*:$", re.MULTILINE)
 _USAGE_HEADING = re.compile(r"^usage:$", re.MULTILINE)
 
 
-def cause_of(stderr: str, args: Iterable[str] = ()) -> Cause:
+def find_cause(stderr: str, args: Iterable[str] = ()) -> Cause:
     """Determine the cause of a failure from the standard error of ``zfs``.
 
     Ignores lists of names, quoted names, and the names in ``args``, the arguments of the command.

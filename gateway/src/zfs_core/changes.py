@@ -7,8 +7,8 @@ import struct
 from zfs_core.capabilities import detect_capabilities
 from zfs_core.exceptions import SnapshotMismatch, SnapshotNotFound, ZFSOutputError
 from zfs_core.listing import list_snapshots, lzc_exists
-from zfs_core.names import Name, filesystem_of, validate_filesystem_name, validate_snapshot_name
-from zfs_core.outcome import error_of
+from zfs_core.names import Name, get_filesystem_name, validate_filesystem_name, validate_snapshot_name
+from zfs_core.outcome import make_error
 from zfs_core.parse import parse_get
 from zfs_core.process import read_first_bytes
 from zfs_core.properties import get_props, sync, written_bytes
@@ -24,7 +24,7 @@ def has_changed_since(name: Name, snap: Name) -> bool:
     target, snapshot = validate_filesystem_name(name), validate_snapshot_name(snap)
     sync(target)
     if not detect_capabilities().written_property:
-        return _has_changed_by_comparison(target, snapshot)
+        return _has_differences(target, snapshot)
     outcome = run("get", "-Hp", "-o", "name,property,value,source", f"written@{snapshot}", target, name=target)
     if outcome.cause is None and (properties := parse_get(outcome.output)) and properties[0].value.isdigit():
         return properties[0].number > 0
@@ -33,7 +33,7 @@ def has_changed_since(name: Name, snap: Name) -> bool:
     return written_bytes(target) > 0 or _is_different(snapshot, _find_newest_snapshot(target))
 
 
-def _has_changed_by_comparison(target: str, snapshot: str) -> bool:
+def _has_differences(target: str, snapshot: str) -> bool:
     """Return whether the filesystem has changed since the snapshot, by comparing snapshots pair by pair.
 
     Without ``written_property``, ZFS counts only the changes since the newest snapshot.
@@ -61,10 +61,10 @@ def _get_origin(filesystem: str) -> str:
 def _check_descent(snap: str, ancestor: str) -> bool:
     """Return True if ``snap`` is ``ancestor`` or descends from it. Otherwise, raise SnapshotMismatch."""
     while snap != "-":
-        snapshots = list_snapshots(filesystem_of(snap))
+        snapshots = list_snapshots(get_filesystem_name(snap))
         if ancestor in snapshots[: snapshots.index(snap) + 1]:
             return True
-        snap = _get_origin(filesystem_of(snap))
+        snap = _get_origin(get_filesystem_name(snap))
     raise SnapshotMismatch(ancestor)
 
 
@@ -76,12 +76,12 @@ _END_RECORD_TYPE = 5
 def _is_different(older_snapshot: str, newer_snapshot: str) -> bool:
     """Return whether the snapshot ``newer_snapshot`` differs from its ancestor ``older_snapshot``."""
     while newer_snapshot != older_snapshot:
-        snapshots = list_snapshots(filesystem_of(newer_snapshot)) if newer_snapshot != "-" else []
+        snapshots = list_snapshots(get_filesystem_name(newer_snapshot)) if newer_snapshot != "-" else []
         earlier_snapshots = snapshots[: snapshots.index(newer_snapshot)] if newer_snapshot in snapshots else []
         base_snapshot = (
             older_snapshot
             if older_snapshot in earlier_snapshots
-            else _get_origin(filesystem_of(newer_snapshot))
+            else _get_origin(get_filesystem_name(newer_snapshot))
             if newer_snapshot in snapshots
             else "-"
         )
@@ -96,5 +96,5 @@ def _is_different(older_snapshot: str, newer_snapshot: str) -> bool:
 def _stream_has_changes(base_snapshot: str, end_snapshot: str) -> bool:
     data, outcome = read_first_bytes("send", "-i", base_snapshot, end_snapshot, count=_RECORD_BYTES + 4)
     if outcome is not None:
-        raise error_of(outcome, end_snapshot, "compare snapshots") if outcome.cause else ZFSOutputError(end_snapshot)
+        raise make_error(outcome, end_snapshot, "compare snapshots") if outcome.cause else ZFSOutputError(end_snapshot)
     return bool(struct.unpack_from("=I", data, _RECORD_BYTES)[0] != _END_RECORD_TYPE)

@@ -30,10 +30,10 @@ from zfs_core.mounts import is_mounted, list_mounted_dependents, mount, unmount
 from zfs_core.names import (
     Name,
     accepts_bytes,
-    filesystem_of,
+    get_filesystem_name,
+    get_pool_name,
+    get_short_name,
     is_too_long,
-    pool_of,
-    short_name_of,
     validate_filesystem_name,
     validate_new_filesystem_name,
     validate_snapshot_name,
@@ -75,7 +75,7 @@ def lzc_create(
         outcome = run("create", *options, target, name=target, stdin=stdin)
     is_as_requested = mounted or options[:1] in (["-u"], ["-s"]) or _is_not_mounted_automatically(options)
     specific_errors = dict.fromkeys(_NO_PARENT_CAUSES, ParentNotFound)
-    _check_created(outcome, target, "create filesystem", specific_errors, is_as_requested)
+    _check_creation(outcome, target, "create filesystem", specific_errors, is_as_requested)
     if key_location is not None:
         _set_key_location(target, key_location)
 
@@ -107,7 +107,7 @@ def _set_key_location(target: str, key_location: str) -> None:
         raise
 
 
-def _check_created(
+def _check_creation(
     outcome: Outcome,
     target: str,
     action: str,
@@ -133,11 +133,11 @@ def lzc_clone(name: Name, origin: Name, props: Props = None, *, mounted: bool = 
     QuotaExceeded. Command: ``zfs clone ORIGIN NAME``.
     """
     target, source = validate_new_filesystem_name(name), validate_snapshot_name(origin)
-    if pool_of(target) != pool_of(source):
-        raise PoolsDiffer(target) if lzc_exists(pool_of(target)) else DatasetNotFound(target)
+    if get_pool_name(target) != get_pool_name(source):
+        raise PoolsDiffer(target) if lzc_exists(get_pool_name(target)) else DatasetNotFound(target)
     options = format_property_options(props)
     outcome = run("clone", *options, source, target, name=target)
-    _check_created(outcome, target, "create clone", {}, mounted or _is_not_mounted_automatically(options))
+    _check_creation(outcome, target, "create clone", {}, mounted or _is_not_mounted_automatically(options))
 
 
 @accepts_bytes
@@ -185,10 +185,10 @@ def lzc_promote(name: Name) -> None:
 
 
 def _would_be_too_long(target: str) -> bool:
-    """Return whether a snapshot of the clone's origin would have a too long name after the promotion."""
+    """Return whether a snapshot of the clone's origin would have a name that is too long after the promotion."""
     origin = get_props([target], ["origin"])[target]["origin"].value
-    snapshots = list_snapshots(filesystem_of(origin)) if "@" in origin else []
-    return any(is_too_long(f"{target}@{short_name_of(snapshot)}") for snapshot in snapshots)
+    snapshots = list_snapshots(get_filesystem_name(origin)) if "@" in origin else []
+    return any(is_too_long(f"{target}@{get_short_name(snapshot)}") for snapshot in snapshots)
 
 
 @accepts_bytes
@@ -208,7 +208,7 @@ def lzc_rename(source: Name, target: Name, *, remounted: bool = False, retry: bo
     old_name, new_name = validate_filesystem_name(source), validate_new_filesystem_name(target)
     if old_name == new_name:
         raise FilesystemExists(new_name)
-    if pool_of(old_name) != pool_of(new_name):
+    if get_pool_name(old_name) != get_pool_name(new_name):
         raise PoolsDiffer(old_name)
     must_remount = remounted or not detect_capabilities().rename_without_unmount
     was_mounted = must_remount and lzc_exists(old_name) and is_mounted(old_name)

@@ -51,7 +51,7 @@ def lzc_load_key(fsname: Name, noop: bool, key: bytes) -> None:
     """
     require_encryption("lzc_load_key")
     target = validate_filesystem_name(fsname)
-    key_format = _get_facts(target)["keyformat"]
+    key_format = _get_key_properties(target)["keyformat"]
     with open_key(key, ["-o", f"keyformat={key_format}"]) as stdin:
         outcome = run("load-key", *(["-n"] if noop else []), "-L", "prompt", target, name=target, stdin=stdin)
     check(outcome, target, "verify encryption key" if noop else "load encryption key", _ERRORS)
@@ -82,23 +82,23 @@ def lzc_change_key(fsname: Name, crypt_cmd: str, props: Props = None, key: bytes
     require_encryption("lzc_change_key")
     target = validate_filesystem_name(fsname)
     if crypt_cmd in ("force_new_key", "force_inherit"):
-        raise NotImplementedError(f"`zfs change-key` cannot express {crypt_cmd}: it only serves `zfs receive`")
+        raise NotImplementedError(f"`zfs change-key` does not support {crypt_cmd}, which only `zfs receive` uses")
     if crypt_cmd not in ("new_key", "inherit"):
         raise UnknownCryptCommand(crypt_cmd)
-    facts = _get_facts(target)
+    key_properties = _get_key_properties(target)
     if crypt_cmd == "inherit":
         check(run("change-key", "-i", target, name=target), target, "change encryption key", _ERRORS)
         return
     options, key_location = split_key_location(format_property_options(props))
     if not any(word.startswith("keyformat=") for word in options):
-        options += ["-o", f"keyformat={facts['keyformat']}"]
+        options += ["-o", f"keyformat={key_properties['keyformat']}"]
     with open_key(key or b"", options) as stdin:
         outcome = run("change-key", *options, target, name=target, stdin=stdin)
     check(outcome, target, "change encryption key", _ERRORS)
-    lzc_set_prop(target, "keylocation", key_location or facts["keylocation"])
+    lzc_set_prop(target, "keylocation", key_location or key_properties["keylocation"])
 
 
-def _get_facts(target: str) -> dict[str, str]:
+def _get_key_properties(target: str) -> dict[str, str]:
     try:
         props = get_props([target], ["keyformat", "keylocation"])[target]
     except DatasetNotFound:
@@ -107,14 +107,14 @@ def _get_facts(target: str) -> dict[str, str]:
 
 
 def split_key_location(options: Sequence[str]) -> tuple[list[str], str | None]:
-    """Replace the key location in ``-o`` options by ``prompt``, so that the command reads the key from its input.
+    """Replace the key location in ``-o`` options with ``prompt``, so that the command reads the key from its input.
 
     Returns the options and the key location, which must be set later, or None if the options contain none.
     """
     locations = [word.partition("=")[2] for word in options if word.startswith("keylocation=")]
     pairs = zip(options[::2], options[1::2], strict=True)
-    others = [word for pair in pairs if not pair[1].startswith("keylocation=") for word in pair]
-    return [*others, "-o", "keylocation=prompt"], locations[-1] if locations else None
+    other_words = [word for pair in pairs if not pair[1].startswith("keylocation=") for word in pair]
+    return [*other_words, "-o", "keylocation=prompt"], locations[-1] if locations else None
 
 
 @contextlib.contextmanager

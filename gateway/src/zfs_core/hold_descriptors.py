@@ -1,10 +1,10 @@
 """Release holds when a file descriptor is closed, which the command cannot do.
 
-The kernel releases a lock on a file when the last descriptor of the opened file is closed, even if its process was
+The kernel releases a lock on a file when the last descriptor of the open file is closed, even if its process was
 killed. So this module locks a byte of ``/dev/zfs`` through the descriptor. A helper process waits for the lock and then
-releases the holds. Later functions of this process wait for the helper if the descriptor has been closed.
+releases the holds. Later calls in this process wait for the helper if the descriptor has been closed.
 
-This needs locks that belong to an opened file, which only Linux has.
+This needs open file description locks, which only Linux has.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ def validate_descriptor(fd: int) -> None:
 def release_when_closed(fd: int, holds: Mapping[str, str]) -> None:
     """Release the holds in ``{snapshot: tag}`` as soon as all duplicates of ``fd`` are closed.
 
-    ``validate_descriptor`` has accepted ``fd``. Raises ZFSGenericError if the helper process cannot be started.
+    ``validate_descriptor`` must have accepted ``fd``. Raises ZFSGenericError if the helper process cannot be started.
     """
     offset = secrets.randbits(62)
     arguments = [word for name, tag in holds.items() for word in (tag, name)]

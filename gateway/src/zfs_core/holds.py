@@ -26,14 +26,14 @@ from zfs_core.names import (
     Name,
     accepts_bytes,
     decode_name,
+    get_pool_name,
+    get_short_name,
     is_filesystem_name,
     is_snapshot_name,
     is_too_long,
-    pool_of,
-    short_name_of,
     validate_existing_name,
 )
-from zfs_core.outcome import check, error_of
+from zfs_core.outcome import check, make_error
 from zfs_core.parse import parse_table
 from zfs_core.properties import local_props, lzc_inherit_prop, lzc_set_prop
 from zfs_core.run import run
@@ -45,13 +45,13 @@ _HOLD_PROPERTY_PREFIX = "pyzfs:hold."
 def lzc_hold(holds: Mapping[str, Name] | Mapping[bytes, Name], fd: int | None = None) -> list[str]:
     """Place the holds in ``{snapshot: tag}``, all in one pool. Returns the snapshots that do not exist.
 
-    ``fd``: a descriptor of ``/dev/zfs`` that is open for reading. The holds are released when it is closed, also if the
+    ``fd``: a descriptor of ``/dev/zfs`` that is open for reading. The holds are released when it is closed, even if the
     process is killed after this function has returned. As the command cannot do that, another process waits for it, so
-    the holds stay if that process is killed, too, or the machine crashes. This only works on Linux; on other systems,
-    NotImplementedError is raised.
+    the holds remain if that process is also killed, or if the machine crashes. This only works on Linux; on other
+    systems, NotImplementedError is raised.
 
     If a hold fails, places none and raises HoldFailure, whose ``errors`` are HoldExists, NameInvalid, NameTooLong or
-    PoolsDiffer. Raises BadHoldCleanupFD for another ``fd``. If ZFS cannot list holds, each hold is also recorded in a
+    PoolsDiffer. Raises BadHoldCleanupFD for any other ``fd``. If ZFS cannot list holds, each hold is also recorded in a
     user property. Command: ``zfs hold TAG SNAP`` for each.
     """
     if fd is not None:
@@ -82,7 +82,7 @@ def _place_holds(holds: Mapping[str, str], placed_holds: dict[str, str]) -> list
         if outcome.cause in (Cause.MISSING, Cause.NO_POOL):
             missing_snapshots.append(name)
         elif outcome.cause is not None:
-            raise HoldFailure([error_of(outcome, name, "hold snapshot", {Cause.TAG_EXISTS: HoldExists})])
+            raise HoldFailure([make_error(outcome, name, "hold snapshot", {Cause.TAG_EXISTS: HoldExists})])
         else:
             placed_holds[name] = tag
             if not detect_capabilities().lists_holds:
@@ -126,7 +126,7 @@ def _release(name: str, tag: str, report: Callable[[ZFSError], object] | None = 
     if outcome.cause in (Cause.MISSING, Cause.NO_POOL):
         return Cause.MISSING
     if outcome.cause not in (None, Cause.TAG_MISSING) and report is not None:
-        report(error_of(outcome, name, "release snapshot hold"))
+        report(make_error(outcome, name, "release snapshot hold"))
     return outcome.cause
 
 
@@ -146,9 +146,9 @@ def _check_holds(
     failure_class: type[HoldFailure] | type[HoldReleaseFailure],
 ) -> None:
     errors: list[ZFSError] = [NameInvalid(name) for name in names if not is_snapshot_name(name)]
-    errors += [NameTooLong(name) for name in names if is_too_long(short_name_of(name)) and is_snapshot_name(name)]
+    errors += [NameTooLong(name) for name in names if is_too_long(get_short_name(name)) and is_snapshot_name(name)]
     errors += [error for each in tags.values() for tag in each if (error := _find_tag_error(tag))]
-    if not errors and len({pool_of(name) for name in names}) > 1:
+    if not errors and len({get_pool_name(name) for name in names}) > 1:
         errors = [PoolsDiffer(None)]
     if errors:
         raise failure_class(errors)

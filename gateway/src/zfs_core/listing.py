@@ -11,14 +11,14 @@ from zfs_core.exceptions import FilesystemNotFound, NameInvalid, NameTooLong, ZF
 from zfs_core.names import (
     Name,
     accepts_bytes,
-    filesystem_of,
+    get_filesystem_name,
+    get_pool_name,
     is_snapshot_name,
-    pool_of,
     validate_existing_name,
     validate_filesystem_name,
     validate_snapshot_name,
 )
-from zfs_core.outcome import check, error_of
+from zfs_core.outcome import check, make_error
 from zfs_core.parse import parse_table
 from zfs_core.run import run
 
@@ -45,7 +45,7 @@ def lzc_exists(name: Name) -> bool:
     outcome = run("get", "-H", "-o", "value", "type", target, name=target)
     if outcome.cause in (None, Cause.MISSING, Cause.NAME_INVALID, Cause.NO_POOL, Cause.NAME_TOO_LONG):
         return outcome.cause is None
-    raise error_of(outcome, target, "look up dataset")
+    raise make_error(outcome, target, "look up dataset")
 
 
 def find_types(names: Iterable[str]) -> dict[str, str]:
@@ -84,7 +84,7 @@ def _find_values_of_batch(names: list[str], prop: str, *, must_succeed: bool) ->
                 values |= _find_values_of_batch([name], prop, must_succeed=must_succeed)
             return values
         if must_succeed and outcome.cause not in (Cause.NAME_INVALID, Cause.NAME_TOO_LONG):
-            raise error_of(outcome, names[0], f"get the property {prop}")
+            raise make_error(outcome, names[0], f"get the property {prop}")
         return {}
     return {name: value for name, value in parse_table(outcome.output, 2) if name in names}
 
@@ -141,7 +141,7 @@ def list_snapshots(filesystem: Name) -> list[str]:
     outcome = run("list", "-H", "-t", "snapshot", "-d", "1", "-s", "createtxg", "-o", "name", target, name=target)
     # If there are no snapshots, OpenZFS may print a message on standard error and still succeed.
     rows = parse_table(check(outcome, target, "list snapshots", {Cause.MISSING: FilesystemNotFound}).output, 1)
-    return [name for (name,) in rows if filesystem_of(name) == target]
+    return [name for (name,) in rows if get_filesystem_name(name) == target]
 
 
 def list_clones(snap: Name) -> list[str]:
@@ -156,7 +156,7 @@ def list_clones_by_origin(snaps: Collection[str]) -> dict[str, list[str]]:
     Compares ``origin``, because zfs-fuse lacks the property ``clones``.
     """
     clones: dict[str, list[str]] = {snap: [] for snap in snaps}
-    for pool in {pool_of(snap) for snap in snaps}:
+    for pool in {get_pool_name(snap) for snap in snaps}:
         outcome = run("list", "-H", "-r", "-t", "filesystem,volume", "-o", "name,origin", pool, name=pool)
         for name, origin in parse_table(check(outcome, pool, "list").output, 2):
             if origin in clones:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from zfs_core.causes import Cause
 from zfs_core.exceptions import FilesystemNotFound
-from zfs_core.names import Name, pool_of, validate_filesystem_name
+from zfs_core.names import Name, get_pool_name, validate_filesystem_name
 from zfs_core.outcome import check
 from zfs_core.parse import parse_table
 from zfs_core.properties import get_props
@@ -22,7 +22,7 @@ def list_mounted_dependents(name: Name, seconds: float | None = None) -> list[st
     A filesystem depends on its parent, and on the filesystem that it was cloned from.
     """
     target = validate_filesystem_name(name)
-    pool = pool_of(target)
+    pool = get_pool_name(target)
     args = ("list", "-H", "-r", "-t", "filesystem", "-o", "name,origin,mounted", pool)
     rows = parse_table(check(run(*args, seconds=seconds, name=pool), pool, "list").output, 3)
     dependents = {target}

@@ -96,16 +96,16 @@ def decode_name(name: Name) -> str:
         raise NameInvalid(repr(name)) from None
 
 
-def pool_of(name: str) -> str:
+def get_pool_name(name: str) -> str:
     return re.split(r"[/@#]", name, maxsplit=1)[0]
 
 
-def filesystem_of(name: str) -> str:
+def get_filesystem_name(name: str) -> str:
     """Return the filesystem of a snapshot: ``pool/a`` for ``pool/a@b``."""
     return name.partition("@")[0]
 
 
-def short_name_of(name: str) -> str:
+def get_short_name(name: str) -> str:
     """Return the last part of the name of a snapshot or bookmark: ``b`` for ``pool/a@b``."""
     return re.split(r"[@#]", name, maxsplit=1)[-1]
 
@@ -169,7 +169,7 @@ def validate_snapshot_name(name: Name) -> str:
 
 def validate_new_snapshot_name(name: Name) -> str:
     text = validate_snapshot_name(name)
-    if not _COMPONENT.fullmatch(short_name_of(text)):
+    if not _COMPONENT.fullmatch(get_short_name(text)):
         raise SnapshotNameInvalid(text)
     return text
 

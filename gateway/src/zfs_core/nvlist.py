@@ -1,7 +1,7 @@
 """Encode and decode packed nvlists: the name-value lists in resume tokens and in the headers of streams.
 
-Encodes in the format XDR. Decodes that and the native format of little-endian machines, which the kernel uses. Supports
-the types that these two uses need.
+Encodes to XDR. Decodes XDR and the native format of little-endian machines, which the kernel uses. Supports the types
+that these two uses need.
 """
 
 from __future__ import annotations

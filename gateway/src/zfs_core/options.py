@@ -7,7 +7,7 @@ from collections.abc import Mapping
 
 from zfs_core.exceptions import PropertyInvalid
 from zfs_core.names import NAME_MAX, Name, decode_name, is_possible_argument
-from zfs_core.property_values import TEXT_PROPERTIES, word_of
+from zfs_core.property_values import TEXT_PROPERTIES, find_word
 
 VALUE_MAX = 8191
 """Maximum length, in bytes, of a user property's value."""
@@ -40,7 +40,7 @@ def _format_value(key: str, value: Value) -> str:
     if isinstance(value, str):
         return value
     if isinstance(value, int):
-        word = word_of(key, value)
+        word = find_word(key, value)
         if word is None:
             raise PropertyInvalid(key).with_details(f"{int(value)} is not the index of one of its values")
         return word

@@ -65,7 +65,7 @@ class Outcome:
         return error.with_details(self.message, self.related)
 
 
-def error_of(
+def make_error(
     outcome: Outcome, name: str, action: str, specific_errors: Mapping[Cause, ErrorFactory] | None = None
 ) -> ZFSError:
     """Return the exception for a failed command.
@@ -81,7 +81,7 @@ def error_of(
 def check(
     outcome: Outcome, name: str, action: str, specific_errors: Mapping[Cause, ErrorFactory] | None = None
 ) -> Outcome:
-    """Return the outcome if the command succeeded. Otherwise, raise the exception that ``error_of`` returns."""
+    """Return the outcome if the command succeeded. Otherwise, raise the exception that ``make_error`` returns."""
     if outcome.cause is not None:
-        raise error_of(outcome, name, action, specific_errors)
+        raise make_error(outcome, name, action, specific_errors)
     return outcome

@@ -33,12 +33,12 @@ from zfs_core.exceptions import (
     ZFSOutputError,
 )
 from zfs_core.names import Name, accepts_bytes, decode_name, is_possible_argument, validate_pool_name
-from zfs_core.outcome import ErrorFactory, Outcome, check, error_of
+from zfs_core.outcome import ErrorFactory, Outcome, check, make_error
 from zfs_core.run import run
 
-_NOT_FOUND: dict[Cause, ErrorFactory] = {Cause.MISSING: PoolNotFound, Cause.NO_POOL: PoolNotFound}
+_NOT_FOUND_ERRORS: dict[Cause, ErrorFactory] = {Cause.MISSING: PoolNotFound, Cause.NO_POOL: PoolNotFound}
 _CHECKPOINT_ERRORS: dict[Cause, ErrorFactory] = {
-    **_NOT_FOUND,
+    **_NOT_FOUND_ERRORS,
     Cause.CHECKPOINT_EXISTS: lambda _: CheckpointExists(),
     Cause.CHECKPOINT_MISSING: lambda _: CheckpointNotFound(),
     Cause.CHECKPOINT_DISCARDING: lambda _: CheckpointDiscarding(),
@@ -60,7 +60,7 @@ def lzc_sync(poolname: Name, force: bool = False) -> None:
     Raises PoolNotFound. Command: ``zpool sync [-f] POOLNAME``.
     """
     _require_support("lzc_sync")
-    _run_zpool(["sync", *(["-f"] if force else [])], poolname, "sync pool", _NOT_FOUND)
+    _run_zpool(["sync", *(["-f"] if force else [])], poolname, "sync pool", _NOT_FOUND_ERRORS)
 
 
 @accepts_bytes
@@ -70,7 +70,7 @@ def lzc_reopen(poolname: Name, restart: bool = True) -> None:
     Raises PoolNotFound. Command: ``zpool reopen [-n] POOLNAME``.
     """
     _require_support("lzc_reopen")
-    _run_zpool(["reopen", *([] if restart else ["-n"])], poolname, "reopen pool", _NOT_FOUND)
+    _run_zpool(["reopen", *([] if restart else ["-n"])], poolname, "reopen pool", _NOT_FOUND_ERRORS)
 
 
 @accepts_bytes
@@ -107,7 +107,7 @@ def lzc_channel_program(
     memlimit: int = ZCP_DEFAULT_MEMLIMIT,
     params: Sequence[Name] | None = None,
 ) -> Any:
-    """Run a program in Lua, which changes a pool atomically. Returns what the program returns, or None.
+    """Run a Lua program, which changes a pool atomically. Returns what the program returns, or None.
 
     ``params``: text, which the program finds in ``(...)["argv"]``.
 
@@ -125,7 +125,7 @@ def lzc_channel_program_nosync(
     memlimit: int = ZCP_DEFAULT_MEMLIMIT,
     params: Sequence[Name] | None = None,
 ) -> Any:
-    """Run a program in Lua, which cannot change the pool. Otherwise the same as ``lzc_channel_program``.
+    """Run a Lua program, which cannot change the pool. Otherwise the same as ``lzc_channel_program``.
 
     Command: ``zfs program -n -j -t LIMIT -m LIMIT -- POOLNAME -``.
     """
@@ -153,14 +153,14 @@ def _run_program(
         file.seek(0)
         outcome = run("program", *options, "-j", *limits, "--", pool, "-", *args, name=pool, stdin=file.fileno())
     if outcome.cause is not None:
-        raise _program_error(outcome, pool)
+        raise _make_program_error(outcome, pool)
     try:
         return json.loads(outcome.output or "{}").get("return")
     except ValueError:
         raise ZFSOutputError(pool).with_details(f"{outcome.output[:200]!r} is not JSON") from None
 
 
-_PROGRAM_FAILED = "Channel program execution failed:; "
+_PROGRAM_FAILURE_PREFIX = "Channel program execution failed:; "
 _PROGRAM_ERRORS: dict[str, type[ZCPError]] = {
     "Invalid instruction or memory limit.": ZCPLimitInvalid,
     "Return value too large.": ZCPMemoryError,
@@ -170,10 +170,10 @@ _PROGRAM_ERRORS: dict[str, type[ZCPError]] = {
 }
 
 
-def _program_error(outcome: Outcome, pool: str) -> ZFSError:
-    _, is_from_program, text = outcome.message.partition(_PROGRAM_FAILED)
+def _make_program_error(outcome: Outcome, pool: str) -> ZFSError:
+    _, is_from_program, text = outcome.message.partition(_PROGRAM_FAILURE_PREFIX)
     if not is_from_program:
-        return error_of(outcome, pool, "execute channel program", _NOT_FOUND)
+        return make_error(outcome, pool, "execute channel program", _NOT_FOUND_ERRORS)
     for start, error_class in _PROGRAM_ERRORS.items():
         if text.startswith(start):
             return outcome.explain(error_class())

@@ -12,7 +12,7 @@ import time
 from collections.abc import Iterator
 from typing import IO
 
-from zfs_core.causes import Cause, cause_of, find_listed_datasets, join_lines
+from zfs_core.causes import Cause, find_cause, find_listed_datasets, join_lines
 from zfs_core.exceptions import ReadOnlyPool, SuspendedPool, ZFSGenericError, ZFSInitializationFailed
 from zfs_core.outcome import Outcome
 from zfs_core.running import tracked
@@ -55,7 +55,7 @@ def execute(
     ``program`` may also be ``zpool``.
 
     Raises only errors that no caller can handle: ZFSInitializationFailed, SuspendedPool, ReadOnlyPool,
-    ZFSGenericError(ETIMEDOUT), and ZFSGenericError with another number if the command could not be started. ``name``:
+    ZFSGenericError(ETIMEDOUT), and ZFSGenericError with another errno if the command could not be started. ``name``:
     the dataset that the error messages mention.
     """
     seconds = TIMEOUT_SECONDS if seconds is None else seconds
@@ -83,7 +83,7 @@ def read_first_bytes(*args: str, count: int, seconds: float | None = None) -> tu
 
 
 def _start(argv: list[str], stdin: int | None, stdout: int | None, name: str | None) -> subprocess.Popen[bytes]:
-    """Start a command. Raises ZFSInitializationFailed, or ZFSGenericError with the number of the system's error."""
+    """Start a command. Raises ZFSInitializationFailed, or ZFSGenericError with the errno of the system call."""
     try:
         return subprocess.Popen(
             argv,
@@ -140,7 +140,7 @@ def _list_inherited_fds() -> list[int]:
 
 
 def _build_environment() -> dict[str, str]:
-    """Return the environment of a command. It contains no other variables, because these may contain secrets."""
+    """Return the environment of a command. It omits all other variables, because they may contain secrets."""
     return {"PATH": f"{os.environ.get('PATH', '')}:{_EXTRA_PATH}".lstrip(":"), "LC_ALL": "C"}
 
 
@@ -156,9 +156,9 @@ def _read(process: subprocess.Popen[bytes], count: int, deadline: float) -> byte
         while len(data) < count:
             if not selector.select(max(0.0, deadline - time.monotonic())):
                 raise subprocess.TimeoutExpired(process.args, 0.0)
-            if not (more := os.read(process.stdout.fileno(), count - len(data))):
+            if not (chunk := os.read(process.stdout.fileno(), count - len(data))):
                 break
-            data += more
+            data += chunk
     return data
 
 
@@ -168,7 +168,7 @@ def _make_outcome(args: tuple[str, ...], status: int, out: bytes, err: bytes, na
         return Outcome(out.decode(errors="replace"), join_lines(stderr_text), None)
     # zfs-fuse prints some internal errors on standard output.
     stderr_text = stderr_text if stderr_text.strip() else out.decode(errors="replace")
-    cause = Cause.BROKEN_PIPE if status == -signal.SIGPIPE else cause_of(stderr_text, args[1:])
+    cause = Cause.BROKEN_PIPE if status == -signal.SIGPIPE else find_cause(stderr_text, args[1:])
     message = join_lines(stderr_text) or f"`zfs {args[0]}` exited with code {status} and without a message"
     if cause is Cause.UNREACHABLE:
         raise ZFSInitializationFailed().with_details(f"{message}; {_REMEDY}")

@@ -12,13 +12,13 @@ from zfs_core.names import Name, accepts_bytes, is_snapshot_name, validate_exist
 from zfs_core.options import Value, format_property_assignment, validate_property_name
 from zfs_core.outcome import check
 from zfs_core.parse import Property, check_complete, parse_get, parse_table
-from zfs_core.property_values import number_of
+from zfs_core.property_values import find_number
 from zfs_core.run import run
 
 
 @accepts_bytes
 def lzc_set_props(name: Name, prop: Name, val: Value) -> None:
-    """Set one property atomically. A snapshot only has user properties.
+    """Set one property atomically. A snapshot can only have user properties.
 
     Raises QuotaTooSmall for a quota below the space in use. Also raises PropertyInvalid, DatasetNotFound, NoSpace.
     Command: ``zfs set PROP=VAL NAME``.
@@ -54,7 +54,7 @@ def lzc_get_props(name: Name) -> dict[str, Any]:
     target = validate_existing_name(name)
     properties = _get_properties([], ["all"], [target])
     values: dict[str, Any] = {
-        item.prop: item.value if ":" in item.prop else number_of(item.prop, item.value)
+        item.prop: item.value if ":" in item.prop else find_number(item.prop, item.value)
         for item in properties
         if item.name == target and item.value != "-" and (item.source != "default" or item.prop == "mountpoint")
     }

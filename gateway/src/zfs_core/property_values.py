@@ -82,7 +82,7 @@ TEXT_PROPERTIES = frozenset(
 """The native properties whose value is text. All others are numbers."""
 
 
-def word_of(prop: str, number: int) -> str | None:
+def find_word(prop: str, number: int) -> str | None:
     """Return the word for the index ``number`` of a property, or None if the index does not exist.
 
     For a property without indexes, this is the number itself.
@@ -92,7 +92,7 @@ def word_of(prop: str, number: int) -> str | None:
     return next((word for word, index in INDEXES[prop].items() if index == number), None)
 
 
-def number_of(prop: str, word: str) -> int | str:
+def find_number(prop: str, word: str) -> int | str:
     """Return the index or number that ``word`` means as the value of a native property, or else ``word``."""
     if prop in INDEXES:
         return INDEXES[prop].get(word, word)

@@ -36,7 +36,7 @@ from zfs_core.listing import find_types
 from zfs_core.names import (
     Name,
     accepts_bytes,
-    filesystem_of,
+    get_filesystem_name,
     validate_new_snapshot_name,
     validate_snapshot_name,
 )
@@ -44,7 +44,7 @@ from zfs_core.options import Props, format_property_assignment, format_property_
 from zfs_core.outcome import ErrorFactory, Outcome, check
 from zfs_core.process import TRANSFER_TIMEOUT_SECONDS
 from zfs_core.properties import get_props
-from zfs_core.property_values import number_of
+from zfs_core.property_values import find_number
 from zfs_core.run import run
 from zfs_core.stream_format import (
     RECORD_BYTES,
@@ -130,8 +130,8 @@ def receive_header(fd: int) -> tuple[dict[str, Any], bytes]:
     """
     data = b""
     try:
-        while len(data) < RECORD_BYTES and (more := os.read(fd, RECORD_BYTES - len(data))):
-            data += more
+        while len(data) < RECORD_BYTES and (chunk := os.read(fd, RECORD_BYTES - len(data))):
+            data += chunk
     except (OSError, OverflowError) as error:
         raise StreamIOError(getattr(error, "errno", None) or errno.EBADF) from None
     record = parse_begin_record(data)
@@ -188,7 +188,7 @@ def lzc_receive_one(
 ) -> tuple[int, int]:
     """Receive a stream whose begin record ``receive_header`` has read. Returns ``(bytes read, action_handle)``.
 
-    ``cleanup_fd`` and ``action_handle`` belong to deduplicated streams, which OpenZFS has not received since 2.0, so
+    ``cleanup_fd`` and ``action_handle`` belong to deduplicated streams, which OpenZFS has not supported since 2.0, so
     they have no effect. Otherwise the same as ``lzc_receive_with_header``.
     """
     request = _make_request(snapname, fd, force, origin, props, begin_record, resumable, seconds=seconds)
@@ -310,7 +310,7 @@ def _to_stream_props(props: Props) -> dict[str, int | str]:
             result[key] = int(value)
         else:
             text = format_property_options({key: value})[1].partition("=")[2]
-            result[key] = text if ":" in key else number_of(key, text)
+            result[key] = text if ":" in key else find_number(key, text)
     return result
 
 
@@ -349,7 +349,7 @@ def _check_destination(request: _Request) -> None:
 
     The command refuses these cases with less specific messages, or finds another way to receive the stream.
     """
-    filesystem, record = filesystem_of(request.target), request.begin_record
+    filesystem, record = get_filesystem_name(request.target), request.begin_record
     origins = [] if request.origin is None else [request.origin]
     types = find_types([request.target, filesystem, *origins])
     is_resuming = record is not None and record.is_resuming
@@ -357,12 +357,12 @@ def _check_destination(request: _Request) -> None:
     if record is not None and record.is_package:
         raise BadStream().with_details("the stream is a package: receive it with `zfs receive`")
     if filesystem in types and is_clone and not is_resuming:
-        raise BadStream().with_details(f"a clone cannot be received into {filesystem}, which exists")
+        raise BadStream().with_details(f"a clone cannot be received into {filesystem}: it already exists")
     if request.target in types:
         raise DatasetExists(request.target)
     if filesystem not in types:
         if is_clone and not origins:
-            raise BadStream().with_details("the stream is that of a clone: pass its origin")
+            raise BadStream().with_details("the stream contains a clone: pass its origin")
         is_incremental = record is not None and record.from_guid != 0 and not is_clone
         if (origins and request.origin not in types) or is_incremental:
             raise DatasetNotFound(request.target)
@@ -374,7 +374,7 @@ def _check_destination(request: _Request) -> None:
 
 
 def _check_received(request: _Request, outcome: Outcome) -> None:
-    target, filesystem = request.target, filesystem_of(request.target)
+    target, filesystem = request.target, get_filesystem_name(request.target)
     specific_errors: dict[Cause, ErrorFactory] = {
         Cause.STREAM_MISMATCH: lambda _: StreamMismatch(filesystem),
         Cause.DESTINATION_MODIFIED: lambda _: DestinationModified(filesystem),
@@ -402,16 +402,16 @@ def _open_stream(request: _Request) -> Iterator[tuple[int, Callable[[], int]]]:
     The command reads the caller's file itself if possible. Otherwise, a thread copies the stream into a pipe.
     """
     if not request.props and _unread(request.fd, request.begin_data):
-        start = _position(request.fd)
-        yield request.fd, lambda: _position(request.fd) - start
+        start = _get_position(request.fd)
+        yield request.fd, lambda: _get_position(request.fd) - start
         return
-    before, after = request.begin_data, b""
+    prefix, suffix = request.begin_data, b""
     if request.props:
         if request.begin_record is None:
-            before, request.begin_record = _read_begin_record(request.fd)
-        package_start, after = make_package(request.begin_record, request.props)
-        before = package_start + before
-    copier = _Copier(request.fd, before, after)
+            prefix, request.begin_record = _read_begin_record(request.fd)
+        package_start, suffix = make_package(request.begin_record, request.props)
+        prefix = package_start + prefix
+    copier = _Copier(request.fd, prefix, suffix)
     copier.start()
     try:
         yield copier.read_fd, lambda: copier.byte_count
@@ -420,7 +420,7 @@ def _open_stream(request: _Request) -> Iterator[tuple[int, Callable[[], int]]]:
         copier.stop()
 
 
-def _position(fd: int) -> int:
+def _get_position(fd: int) -> int:
     try:
         return os.lseek(fd, 0, os.SEEK_CUR)
     except OSError:
@@ -431,7 +431,7 @@ def _unread(fd: int, data: bytes) -> bool:
     """Move the position of a file back before ``data``, which were read last. Returns whether that was possible."""
     if not data:
         return True
-    start = _position(fd) - len(data)
+    start = _get_position(fd) - len(data)
     if start < 0:
         return False
     try:
@@ -456,9 +456,9 @@ class _Copier(threading.Thread):
     It never waits in a system call that only the source or the command can end, so that ``stop`` always ends it.
     """
 
-    def __init__(self, source_fd: int, before: bytes, after: bytes) -> None:
+    def __init__(self, source_fd: int, prefix: bytes, suffix: bytes) -> None:
         super().__init__(name="zfs receive", daemon=True)
-        self._source_fd, self._before, self._after = os.dup(source_fd), before, after
+        self._source_fd, self._prefix, self._suffix = os.dup(source_fd), prefix, suffix
         self.byte_count = 0
         self.read_fd, self._write_fd = os.pipe()
         os.set_blocking(self._write_fd, False)
@@ -466,11 +466,11 @@ class _Copier(threading.Thread):
 
     def run(self) -> None:
         try:
-            self._write(self._before)
+            self._write(self._prefix)
             while self._wait(self._source_fd, select.POLLIN) and (data := os.read(self._source_fd, _CHUNK_BYTES)):
                 self.byte_count += len(data)
                 self._write(data)
-            self._write(self._after)
+            self._write(self._suffix)
         except OSError:
             pass  # The command has ended, and reports why.
         finally:

@@ -51,9 +51,9 @@ def run(
             stack.enter_context(mount_lock(args[0], start + seconds * _WAITING_SHARE - time.monotonic(), name))
         if precheck is not None:
             precheck(max(0.0, start + seconds - time.monotonic()) / 2)
-        waited = time.monotonic() - start
-        remaining = seconds if waited < _NEGLIGIBLE_SECONDS else round(seconds - waited, 1)
-        return execute(args, remaining, stdin, stdout, name, program)
+        waited_seconds = time.monotonic() - start
+        remaining_seconds = seconds if waited_seconds < _NEGLIGIBLE_SECONDS else round(seconds - waited_seconds, 1)
+        return execute(args, remaining_seconds, stdin, stdout, name, program)
 
 
 def _may_mount(args: tuple[str, ...]) -> bool:

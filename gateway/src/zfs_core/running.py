@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 class RunningCommand:
     """A command that is running, or that was killed and has not exited yet because it hangs in the kernel.
 
-    Also a command that has not been started yet, because it waits for another one. ``command`` says so.
+    It may also be a command that has not been started yet because it waits for another one; ``command`` then says so.
 
     ``command``: the program and its subcommand. ``started_at``: in seconds since 1970. ``timeout_seconds``: the time
     after which it is killed. ``thread``: the identifier of the thread that waits for it.
@@ -35,9 +35,9 @@ class _Entry:
 
 
 _lock = threading.Lock()
-_running: list[RunningCommand] = []
+_running_commands: list[RunningCommand] = []
 """The commands that a thread waits for."""
-_killed: list[_Entry] = []
+_killed_entries: list[_Entry] = []
 """The commands that no thread waits for any more."""
 _timeout_count = 0
 
@@ -45,8 +45,8 @@ _timeout_count = 0
 def list_running_commands() -> list[RunningCommand]:
     """Return the commands that are running, oldest first."""
     with _lock:
-        _killed[:] = [entry for entry in _killed if entry.process.poll() is None]
-        commands = [*_running, *(entry.command for entry in _killed)]
+        _killed_entries[:] = [entry for entry in _killed_entries if entry.process.poll() is None]
+        commands = [*_running_commands, *(entry.command for entry in _killed_entries)]
     return sorted(commands, key=lambda command: command.started_at)
 
 
@@ -73,7 +73,7 @@ def tracked(process: subprocess.Popen[bytes], name: str | None, timeout_seconds:
         finally:
             with _lock:
                 if process.returncode is None:
-                    _killed.append(_Entry(process, replace(command, was_killed=True)))
+                    _killed_entries.append(_Entry(process, replace(command, was_killed=True)))
 
 
 @contextlib.contextmanager
@@ -87,9 +87,9 @@ def waiting(command: str, name: str | None, timeout_seconds: float) -> Iterator[
 def _listed(words: str, name: str, timeout_seconds: float) -> Iterator[RunningCommand]:
     command = RunningCommand(words, name, time.time(), timeout_seconds, False, threading.get_ident())
     with _lock:
-        _running.append(command)
+        _running_commands.append(command)
     try:
         yield command
     finally:
         with _lock:
-            _running.remove(command)
+            _running_commands.remove(command)

@@ -26,14 +26,14 @@ from zfs_core.names import (
     Name,
     accepts_bytes,
     decode_name,
+    get_pool_name,
+    get_short_name,
     is_bookmark_name,
     is_filesystem_name,
     is_snapshot_name,
     is_too_long,
-    pool_of,
-    short_name_of,
 )
-from zfs_core.outcome import Outcome, error_of
+from zfs_core.outcome import Outcome, make_error
 from zfs_core.process import TRANSFER_TIMEOUT_SECONDS
 from zfs_core.properties import get_props
 from zfs_core.run import run
@@ -59,8 +59,8 @@ def lzc_send(
 ) -> None:
     """Write the stream of a snapshot, or of the changes since ``fromsnap``, to the file descriptor ``fd``.
 
-    ``fromsnap`` may be a bookmark. ``snapname`` may be a filesystem that is not mounted or read-only, whose current
-    state is sent. ``flags``: ``embedded_data``, ``large_blocks``, ``compress``, ``raw``.
+    ``fromsnap`` may be a bookmark. ``snapname`` may be a filesystem that is unmounted or read-only, whose current
+    state is then sent. ``flags``: ``embedded_data``, ``large_blocks``, ``compress``, ``raw``.
 
     Raises SnapshotNotFound, SnapshotMismatch, PoolsDiffer, NameInvalid, NameTooLong, UnknownStreamFeature, and
     StreamIOError if nothing can be written to ``fd``. Raises FeatureNotSupported if this version of ZFS has no flags.
@@ -74,7 +74,7 @@ def lzc_send(
     incremental_options = [] if source is None else ["-i", source]
     outcome = run("send", *options, *incremental_options, target, stdout=fd, seconds=seconds, name=target)
     if outcome.cause is not None:
-        raise _send_error(outcome, target, source, "send")
+        raise _make_send_error(outcome, target, source, "send")
 
 
 @accepts_bytes
@@ -110,7 +110,7 @@ def lzc_send_resume(
     values |= {_FLAG_NAMES_IN_TOKENS[flag]: None for flag in flag_names}
     outcome = run("send", "-t", make_resume_token(values), stdout=fd, seconds=seconds, name=target)
     if outcome.cause is not None:
-        raise _send_error(outcome, target, source, "resume send")
+        raise _make_send_error(outcome, target, source, "resume send")
 
 
 @accepts_bytes
@@ -127,7 +127,7 @@ def lzc_send_space(snapname: Name, fromsnap: Name | None = None, flags: Iterable
     incremental_options = [] if source is None else ["-i", source]
     outcome = run("send", "-n", "-v", "-P", *options, *incremental_options, target, name=target)
     if outcome.cause is not None:
-        raise _send_error(outcome, target, source, "estimate backup stream size")
+        raise _make_send_error(outcome, target, source, "estimate backup stream size")
     sizes = [line.partition("\t")[2] for line in outcome.output.splitlines() if line.startswith("size\t")]
     if len(sizes) != 1 or not sizes[0].isdecimal():
         raise ZFSOutputError(target).with_details(f"expected a line `size BYTES` in {outcome.output[:200]!r}")
@@ -151,7 +151,7 @@ def _validate_send_names(snapname: Name, fromsnap: Name | None, *, may_be_filesy
     for name in (source, target):
         if name is not None and is_too_long(name):
             raise NameTooLong(name)
-    if source is not None and pool_of(source) != pool_of(target):
+    if source is not None and get_pool_name(source) != get_pool_name(target):
         raise PoolsDiffer(target)
     return target, source
 
@@ -166,8 +166,8 @@ def _validate_output(fd: int) -> None:
         raise StreamIOError(errno.EBADF)
 
 
-def _send_error(outcome: Outcome, target: str, source: str | None, action: str) -> ZFSError:
-    """Return the exception for a failed command, whose message only some versions of ZFS make specific."""
+def _make_send_error(outcome: Outcome, target: str, source: str | None, action: str) -> ZFSError:
+    """Return the exception for a failed command. Only some versions of ZFS print a specific message."""
     if outcome.cause is Cause.BROKEN_PIPE:
         return outcome.explain(StreamIOError(errno.EPIPE))
     names = [target] if source is None else [target, source]
@@ -175,19 +175,19 @@ def _send_error(outcome: Outcome, target: str, source: str | None, action: str) 
         return outcome.explain(SnapshotNotFound(target))
     if source is not None and (outcome.cause is Cause.NOT_RELATED or not _is_earlier(source, target)):
         return outcome.explain(SnapshotMismatch(target))
-    return error_of(outcome, target, action)
+    return make_error(outcome, target, action)
 
 
 def _is_earlier(source: str, target: str) -> bool:
     """Return whether ``source`` was taken before ``target``, in the same filesystem or one that it was cloned from."""
     if "@" in target and _get_number(source, "createtxg") >= _get_number(target, "createtxg"):
         return False
-    filesystem = _dataset_of(target)
-    while filesystem != _dataset_of(source):
+    filesystem = _get_dataset(target)
+    while filesystem != _get_dataset(source):
         origin = get_props([filesystem], ["origin"])[filesystem]["origin"].value
         if "@" not in origin:
             return False
-        filesystem = _dataset_of(origin)
+        filesystem = _get_dataset(origin)
     return True
 
 
@@ -195,5 +195,5 @@ def _get_number(name: str, prop: str) -> int:
     return get_props([name], [prop])[name][prop].number
 
 
-def _dataset_of(name: str) -> str:
-    return name if is_filesystem_name(name) else name[: -len(short_name_of(name)) - 1]
+def _get_dataset(name: str) -> str:
+    return name if is_filesystem_name(name) else name[: -len(get_short_name(name)) - 1]

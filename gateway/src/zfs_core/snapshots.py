@@ -41,17 +41,17 @@ from zfs_core.names import (
     Name,
     accepts_bytes,
     decode_name,
-    filesystem_of,
+    get_filesystem_name,
+    get_pool_name,
+    get_short_name,
     is_snapshot_name,
     is_too_long,
-    pool_of,
-    short_name_of,
     validate_filesystem_name,
     validate_new_snapshot_name,
     validate_snapshot_name,
 )
 from zfs_core.options import Props, format_property_options
-from zfs_core.outcome import ErrorFactory, check, error_of
+from zfs_core.outcome import ErrorFactory, check, make_error
 from zfs_core.run import run, run_with_retries
 
 
@@ -72,14 +72,16 @@ def lzc_snapshot(snaps: Collection[Name], props: Props = None) -> None:
         if any(":" not in word for word in options[1::2]):
             raise PropertyInvalid(None).with_details("only user properties can be set on a snapshot")
     except PropertyInvalid as error:
-        raise SnapshotFailure([PropertyInvalid(_only(names)).with_details(f"{error.name}: {error.details}")]) from None
+        raise SnapshotFailure(
+            [PropertyInvalid(_get_only_name(names)).with_details(f"{error.name}: {error.details}")]
+        ) from None
     try:
         if len(names) > 1 and not detect_capabilities().atomic_snapshots:
             _snapshot_one_by_one(names, options)
         else:
             _snapshot_atomically(names, options)
     except (ReadOnlyPool, SuspendedPool) as error:
-        raise SnapshotFailure([type(error)(_only(names)).with_details(error.details)]) from None
+        raise SnapshotFailure([type(error)(_get_only_name(names)).with_details(error.details)]) from None
     except ZFSGenericError as error:
         if error.errno != errno.E2BIG:
             raise
@@ -87,7 +89,7 @@ def lzc_snapshot(snaps: Collection[Name], props: Props = None) -> None:
             f"Failed to create {len(names)} snapshots at the same instant, because their names and properties do not "
             "fit into one command: take fewer at a time"
         )
-        raise SnapshotFailure([ZFSGenericError(errno.E2BIG, _only(names), message)]) from None
+        raise SnapshotFailure([ZFSGenericError(errno.E2BIG, _get_only_name(names), message)]) from None
 
 
 lzc_snap = lzc_snapshot
@@ -95,7 +97,7 @@ lzc_snap = lzc_snapshot
 _SNAPSHOT_ERRORS: dict[Cause, ErrorFactory] = {Cause.EXISTS: SnapshotExists, Cause.MISSING: FilesystemNotFound}
 
 
-def _only(names: Sequence[str]) -> str | None:
+def _get_only_name(names: Sequence[str]) -> str | None:
     """Return the only name, or None. An error that concerns all of several snapshots has no name."""
     return names[0] if len(names) == 1 else None
 
@@ -105,14 +107,14 @@ def _validate_new_names(snaps: Iterable[Name]) -> list[str]:
         names = [decode_name(snap) for snap in snaps]
     except NameInvalid as error:
         raise SnapshotFailure([error]) from None
-    name = _only(names)
+    name = _get_only_name(names)
     if not all(_is_new_snapshot_name(each) for each in names):
         raise SnapshotFailure([NameInvalid(name)])
-    if any(is_too_long(short_name_of(each)) for each in names):
+    if any(is_too_long(get_short_name(each)) for each in names):
         raise SnapshotFailure([NameTooLong(name)])
-    if len({pool_of(each) for each in names}) > 1:
+    if len({get_pool_name(each) for each in names}) > 1:
         raise SnapshotFailure([PoolsDiffer(name)])
-    if len({filesystem_of(each) for each in names}) < len(names):
+    if len({get_filesystem_name(each) for each in names}) < len(names):
         raise SnapshotFailure([DuplicateSnapshots(name)])
     if too_long_names := [each for each in names if is_too_long(each)]:
         raise SnapshotFailure([NameTooLong(each) for each in too_long_names])
@@ -135,8 +137,8 @@ def _snapshot_atomically(names: Sequence[str], options: Sequence[str]) -> None:
         return
     if errors := _find_obstacles(names) if outcome.cause in _SNAPSHOT_ERRORS else []:
         raise SnapshotFailure([outcome.explain(error) for error in errors])
-    error = error_of(outcome, names[0], "create snapshot", _SNAPSHOT_ERRORS)
-    error.name = _only(names)
+    error = make_error(outcome, names[0], "create snapshot", _SNAPSHOT_ERRORS)
+    error.name = _get_only_name(names)
     raise SnapshotFailure([error])
 
 
@@ -145,11 +147,11 @@ def _find_obstacles(names: Sequence[str]) -> list[ZFSError]:
 
     The command mentions only some of them.
     """
-    existing_names = find_types([each for name in names for each in (name, filesystem_of(name))])
+    existing_names = find_types([each for name in names for each in (name, get_filesystem_name(name))])
     return [
         SnapshotExists(name) if name in existing_names else FilesystemNotFound(name)
         for name in names
-        if name in existing_names or filesystem_of(name) not in existing_names
+        if name in existing_names or get_filesystem_name(name) not in existing_names
     ]
 
 
@@ -173,15 +175,15 @@ def lzc_destroy_snaps(snaps: Iterable[Name], defer: bool) -> None:
 
     With ``defer``, ZFS destroys a cloned or held snapshot with its last clone or hold. Without it, if one snapshot is
     cloned or held, none is destroyed and SnapshotDestructionFailure is raised. Its ``errors`` are SnapshotIsCloned
-    (``related``: the clones), SnapshotIsHeld, NameTooLong, PoolsDiffer or PoolNotFound. If one is cloned or held just
-    now, those of other filesystems may already be destroyed. Command: ``zfs destroy SNAP,SHORTNAME`` for each
+    (``related``: the clones), SnapshotIsHeld, NameTooLong, PoolsDiffer or PoolNotFound. If one is cloned or held in
+    the meantime, those of other filesystems may already be destroyed. Command: ``zfs destroy SNAP,SHORTNAME`` for each
     filesystem.
     """
     names = [decode_name(snap) for snap in snaps]
-    if too_long_names := [name for name in names if is_too_long(short_name_of(name))]:
+    if too_long_names := [name for name in names if is_too_long(get_short_name(name))]:
         raise SnapshotDestructionFailure([NameTooLong(name) for name in too_long_names])
-    if len({pool_of(name) for name in names}) > 1:
-        raise SnapshotDestructionFailure([PoolsDiffer(_only(names))])
+    if len({get_pool_name(name) for name in names}) > 1:
+        raise SnapshotDestructionFailure([PoolsDiffer(_get_only_name(names))])
     # The command would treat "%" and "," as a range or list of snapshots, and a name without "@" as a filesystem.
     possible_names = [name for name in names if is_snapshot_name(name) and not is_too_long(name)]
     if len(possible_names) > 1 and not defer:
@@ -211,7 +213,7 @@ def _destroy_by_filesystem(names: Iterable[str], defer: bool) -> list[ZFSError]:
         return [error for name in names if (error := _destroy_snapshot(name, defer))]
     names_by_filesystem: dict[str, list[str]] = {}
     for name in dict.fromkeys(names):
-        names_by_filesystem.setdefault(filesystem_of(name), []).append(name)
+        names_by_filesystem.setdefault(get_filesystem_name(name), []).append(name)
     errors: list[ZFSError] = []
     for group in names_by_filesystem.values():
         for batch in split_names(group):
@@ -224,24 +226,26 @@ def _destroy_by_filesystem(names: Iterable[str], defer: bool) -> list[ZFSError]:
 def _destroy_batch(names: list[str], defer: bool) -> list[ZFSError]:
     """Destroy snapshots of one filesystem with one command, which destroys all of them or none."""
     if len(names) > 1:
-        others = [short_name_of(name) for name in names[1:]]
-        outcome = run("destroy", *(["-d"] if defer else []), ",".join([names[0], *others]), name=names[0])
+        other_short_names = [get_short_name(name) for name in names[1:]]
+        outcome = run("destroy", *(["-d"] if defer else []), ",".join([names[0], *other_short_names]), name=names[0])
         if outcome.cause is None:
             return []
         if outcome.cause in (Cause.MISSING, Cause.NO_POOL):  # None of them exists.
-            return [] if lzc_exists(pool_of(names[0])) else [outcome.explain(PoolNotFound(name)) for name in names]
+            return (
+                [] if lzc_exists(get_pool_name(names[0])) else [outcome.explain(PoolNotFound(name)) for name in names]
+            )
         if not defer:
             try:
                 _check_unused(names)
             except SnapshotDestructionFailure as failure:
                 return [error if error.details else outcome.explain(error) for error in failure.errors]
-            return [error_of(outcome, names[0], "destroy snapshots")]
+            return [make_error(outcome, names[0], "destroy snapshots")]
     return [error for name in names if (error := _destroy_snapshot(name, defer))]
 
 
 def _destroy_snapshot(name: str, defer: bool) -> ZFSError | None:
     outcome = run("destroy", *(["-d"] if defer else []), name, name=name)
-    if outcome.cause in (Cause.MISSING, Cause.NO_POOL) and not lzc_exists(pool_of(name)):
+    if outcome.cause in (Cause.MISSING, Cause.NO_POOL) and not lzc_exists(get_pool_name(name)):
         return outcome.explain(PoolNotFound(name))
     if outcome.cause in (None, Cause.MISSING):
         return None
@@ -251,7 +255,7 @@ def _destroy_snapshot(name: str, defer: bool) -> ZFSError | None:
         Cause.HELD: SnapshotIsHeld,
         Cause.BUSY: SnapshotIsHeld,
     }
-    return error_of(outcome, name, "destroy snapshot", specific_errors)
+    return make_error(outcome, name, "destroy snapshot", specific_errors)
 
 
 @accepts_bytes
@@ -277,7 +281,7 @@ def lzc_rollback_to(name: Name, snap: Name) -> None:
     ``zfs rollback SNAP``.
     """
     target, snapshot = validate_filesystem_name(name), validate_snapshot_name(snap)
-    if filesystem_of(snapshot) != target:
+    if get_filesystem_name(snapshot) != target:
         raise NameInvalid(snapshot)
     outcome = run_with_retries("rollback", snapshot, name=target)
     if outcome.cause is Cause.MISSING and not lzc_exists(target):
@@ -297,17 +301,17 @@ def lzc_snaprange_space(firstsnap: Name, lastsnap: Name) -> int:
         raise NotImplementedError(
             "lzc_snaprange_space: this version of ZFS cannot calculate the space used by snapshots"
         )
-    first, last = validate_snapshot_name(firstsnap), validate_snapshot_name(lastsnap)
-    if pool_of(first) != pool_of(last):
-        raise PoolsDiffer(last)
-    if len(find_types([first, last])) < len({first, last}):
-        raise SnapshotNotFound(last)
-    snapshots = list_snapshots(filesystem_of(last))
-    if first not in snapshots or snapshots.index(first) > snapshots.index(last):
-        raise SnapshotMismatch(last)
-    outcome = run("destroy", "-d", "-n", "-v", "-p", f"{first}%{short_name_of(last)}", name=last)
-    text = check(outcome, last, "calculate space used by range of snapshots").output
+    first_name, last_name = validate_snapshot_name(firstsnap), validate_snapshot_name(lastsnap)
+    if get_pool_name(first_name) != get_pool_name(last_name):
+        raise PoolsDiffer(last_name)
+    if len(find_types([first_name, last_name])) < len({first_name, last_name}):
+        raise SnapshotNotFound(last_name)
+    snapshots = list_snapshots(get_filesystem_name(last_name))
+    if first_name not in snapshots or snapshots.index(first_name) > snapshots.index(last_name):
+        raise SnapshotMismatch(last_name)
+    outcome = run("destroy", "-d", "-n", "-v", "-p", f"{first_name}%{get_short_name(last_name)}", name=last_name)
+    text = check(outcome, last_name, "calculate space used by range of snapshots").output
     sizes = [line.partition("\t")[2] for line in text.splitlines() if line.startswith("reclaim\t")]
     if len(sizes) != 1 or not sizes[0].isdecimal():
-        raise ZFSOutputError(last).with_details(f"expected a line `reclaim SIZE` in {text[:200]!r}")
+        raise ZFSOutputError(last_name).with_details(f"expected a line `reclaim SIZE` in {text[:200]!r}")
     return int(sizes[0])

@@ -1,4 +1,4 @@
-"""Read and write the parts of a stream that the commands do not: its first record, resume tokens and packages.
+"""Read and write the parts of a stream that the commands do not handle: its first record, resume tokens and packages.
 
 Each record is 312 bytes long. The first one, the begin record, names the snapshot. A package is a stream with a second
 begin record before it, which contains the properties to receive.
@@ -69,7 +69,7 @@ class BeginRecord:
 
 
 def parse_begin_record(data: bytes) -> BeginRecord | None:
-    """Return the record, or None if the data are not the begin of a stream."""
+    """Return the record, or None if the data are not the beginning of a stream."""
     if len(data) < RECORD_BYTES:
         return None
     for byte_order in "<>":
@@ -139,7 +139,7 @@ def make_package(begin_record: BeginRecord, props: Mapping[str, int | str]) -> t
 
 
 def _fletcher4(data: bytes) -> tuple[int, int, int, int]:
-    """Return the checksum Fletcher-4 of all complete words of 32 bits."""
+    """Return the Fletcher-4 checksum of all complete 32-bit words."""
     a = b = c = d = 0
     for (word,) in struct.iter_unpack("<I", data[: len(data) // 4 * 4]):
         a += word

@@ -74,7 +74,7 @@ def test_a_machine_that_stops_during_the_scan_is_detected(tmp_path: Path) -> Non
     class _StaleScanHost(_Host):
         async def scan(self) -> Scan:
             self.disks[sandbox.instance] = {}
-            return Scan(sandboxes=[sandbox], alive={sandbox.instance})
+            return Scan(sandboxes=[sandbox], running_instances={sandbox.instance})
 
     async def run_scenario() -> None:
         async with opened_engine(tmp_path, _StaleScanHost()) as engine:

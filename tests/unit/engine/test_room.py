@@ -251,16 +251,16 @@ async def test_a_stalled_machine_is_not_resumed_during_a_change_of_its_sandbox(e
 async def _wait_for_checks(host: _Host) -> None:
     """Wait until the watch loop has checked several times."""
     check_count = 0
-    original_find_stalled = host.find_stalled
+    original_find_stalled = host.find_stalled_instances
 
     async def count_check() -> set[str]:
         nonlocal check_count
         check_count += 1
         return await original_find_stalled()
 
-    host.find_stalled = count_check  # type: ignore[method-assign]
+    host.find_stalled_instances = count_check  # type: ignore[method-assign]
     await wait_until(lambda: check_count >= 3)
-    host.find_stalled = original_find_stalled  # type: ignore[method-assign]
+    host.find_stalled_instances = original_find_stalled  # type: ignore[method-assign]
 
 
 # --- plan sessions ---------------------------------------------------------------------------------------------------

@@ -36,9 +36,9 @@ def disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     ("measure", "expected"),
     [
         (reflink.count_unique_bytes, BATCH_COUNT * BATCH_SIZE // 2 * BLOCK),
-        (lambda disk: reflink.has_same_extents(disk, disk), True),
+        (lambda disk: reflink.have_same_extents(disk, disk), True),
     ],
-    ids=["count_unique_bytes", "has_same_extents"],
+    ids=["count_unique_bytes", "have_same_extents"],
 )
 def test_a_fragmented_disk_does_not_fill_the_memory(disk: Path, measure: Callable[[Path], int], expected: int) -> None:
     tracemalloc.start()

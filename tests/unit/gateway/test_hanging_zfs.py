@@ -16,7 +16,7 @@ import pytest
 import zfs_core
 from zfs_core import capabilities, process
 from zfs_core import run as run_module
-from zfs_core.capabilities import ZFS_FUSE_CAPABILITIES, openzfs_capabilities
+from zfs_core.capabilities import ZFS_FUSE_CAPABILITIES, make_openzfs_capabilities
 from zfs_core.exceptions import DatasetNotFound, ZFSGenericError
 
 from sandbox_gateway.errors import Busy, NotFound, Timeout
@@ -196,7 +196,7 @@ def test_on_zfs_fuse_the_wait_for_another_mount_is_reported_and_counts_towards_t
 
 def test_the_timeout_of_a_command_is_reduced_by_the_time_it_has_waited(monkeypatch: pytest.MonkeyPatch) -> None:
     timeouts: list[float] = []
-    monkeypatch.setattr(capabilities, "_capabilities", openzfs_capabilities((2, 3)))
+    monkeypatch.setattr(capabilities, "_capabilities", make_openzfs_capabilities((2, 3)))
     monkeypatch.setattr(run_module, "execute", lambda _args, seconds, *_: timeouts.append(seconds))
     monkeypatch.setattr(run_module, "wait_for_releases", lambda seconds: timeouts.append(seconds))
     for negligible_seconds in (0.1, 1000.0):

@@ -56,8 +56,8 @@ class Store:
     def capture(self, kind: SnapshotKind = SnapshotKind.SNAPSHOT, *, commit: bool = True) -> Snapshot:
         """Create the files of a snapshot with memory."""
         snapshot = Snapshot(kind=kind, memory=MemoryMode.FULL, resources=Resources(memory_mb=64))
-        if directory := self.roots.directory_for_capture():
-            directory.record_in(snapshot)
+        if directory := self.roots.find_capture_directory():
+            directory.record_location(snapshot)
         files = self.snapshots.partial_files(snapshot)
         files.directory.mkdir()
         for path in (files.disk, files.kernel, files.initrd, files.device_state):
@@ -113,7 +113,7 @@ def test_the_record_of_a_snapshot_says_where_its_memory_is(store: Store, root: P
     location = manifest["host"]["memory"]
     assert location["root"] == str(root)
     assert list_images(root) == [f"{location['gateway']}/snapshots/{snapshot.id}.img"]
-    assert store.snapshots.files_of(snapshot)["memory"] == str(root / list_images(root)[0])
+    assert store.snapshots.get_file_paths(snapshot)["memory"] == str(root / list_images(root)[0])
     assert not (store.snapshots.files(snapshot).directory / "memory.img").exists()
     assert store.scan() == ([snapshot.id], [])
 
@@ -179,7 +179,7 @@ def test_captures_are_refused_and_nothing_is_created_while_the_root_is_not_mount
     restarted_store.roots.open()
     assert list(root.iterdir()) == []
     mount_root(root)
-    assert restarted_store.roots.directory_for_capture() is not None
+    assert restarted_store.roots.find_capture_directory() is not None
 
 
 def test_a_root_that_does_not_exist_yet_is_used_once_it_exists(layout: Layout, tmp_path: Path) -> None:
@@ -383,12 +383,12 @@ def test_a_machine_boots_while_the_root_is_not_mounted(store: Store, root: Path)
 
 
 def test_disk_reports_the_space_of_the_root_or_the_problem(store: Store, layout: Layout, root: Path) -> None:
-    disk = store.roots.disk()
+    disk = store.roots.measure_disk()
     assert disk is not None and disk.path == str(root) and 0 < disk.free <= disk.total and disk.problem == ""
     unmount_root(root)
-    disk = store.roots.disk()
+    disk = store.roots.measure_disk()
     assert disk is not None and disk.total == 0 and "not mounted" in disk.problem
-    assert Store(layout, None).roots.disk() is None
+    assert Store(layout, None).roots.measure_disk() is None
 
 
 def test_a_damaged_list_of_roots_is_reported(layout: Layout, root: Path) -> None:
@@ -398,8 +398,8 @@ def test_a_damaged_list_of_roots_is_reported(layout: Layout, root: Path) -> None
 
 
 def test_the_gateway_keeps_its_directory_when_it_is_restarted(store: Store, layout: Layout, root: Path) -> None:
-    directory_before = store.roots.directory_for_capture()
-    directory_after = Store(layout, root).roots.directory_for_capture()
+    directory_before = store.roots.find_capture_directory()
+    directory_after = Store(layout, root).roots.find_capture_directory()
     assert (
         directory_before is not None
         and directory_after is not None

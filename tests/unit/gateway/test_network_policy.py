@@ -12,8 +12,13 @@ from sandbox_gateway.config import Network
 from sandbox_gateway.errors import Invalid, Unsupported
 from sandbox_gateway.hosts.jail_zfs.commands import CommandRunner
 from sandbox_gateway.hosts.jail_zfs.network.epair import Bridge
-from sandbox_gateway.hosts.jail_zfs.network.pf import build_jail_rules, require_enforceable
-from sandbox_gateway.hosts.network_policy import METADATA_NETWORKS, build_egress_rules, list_allowed_names, name_servers
+from sandbox_gateway.hosts.jail_zfs.network.pf import build_jail_rules, require_enforceable_policy
+from sandbox_gateway.hosts.network_policy import (
+    METADATA_NETWORKS,
+    build_egress_rules,
+    find_name_servers,
+    list_allowed_names,
+)
 from sandbox_gateway.records import NetworkPolicy
 
 NO_INTERNET_POLICY = NetworkPolicy(allow_internet=False)
@@ -116,7 +121,7 @@ def test_names_need_a_policy_that_denies_everything_else() -> None:
 def test_jail_hosts_refuse_names() -> None:
     bridge = Bridge(CommandRunner(), name="sbxbr", prefix="sbx", subnet="10.231.0.0/16")
     policy = NetworkPolicy(allow_internet=False, allow_out=["1.1.1.1", "a.example.com"])
-    for refuse in (require_enforceable, lambda policy: build_jail_rules(bridge, bridge.epair(7), policy, [])):
+    for refuse in (require_enforceable_policy, lambda policy: build_jail_rules(bridge, bridge.epair(7), policy, [])):
         with pytest.raises(Unsupported, match=r"'a\.example\.com' is a domain name, but hosts of kind jail_zfs"):
             refuse(policy)
 
@@ -133,11 +138,11 @@ def test_loopback_name_servers_are_omitted(monkeypatch: pytest.MonkeyPatch) -> N
         return text_by_path[str(path)]
 
     monkeypatch.setattr(Path, "read_text", read_text)
-    assert name_servers(Network()) == ["9.9.9.9"]
-    assert name_servers(Network(dns=["127.0.0.1", "1.1.1.1", "x", "2.2.2.2", "1.1.1.1"])) == ["1.1.1.1", "2.2.2.2"]
+    assert find_name_servers(Network()) == ["9.9.9.9"]
+    assert find_name_servers(Network(dns=["127.0.0.1", "1.1.1.1", "x", "2.2.2.2", "1.1.1.1"])) == ["1.1.1.1", "2.2.2.2"]
     text_by_path["/etc/resolv.conf"] = "nameserver 8.8.8.8"
-    assert name_servers(Network()) == ["8.8.8.8"]
+    assert find_name_servers(Network()) == ["8.8.8.8"]
     del text_by_path["/etc/resolv.conf"]
-    assert name_servers(Network()) == ["9.9.9.9"]
+    assert find_name_servers(Network()) == ["9.9.9.9"]
     text_by_path.clear()
-    assert name_servers(Network()) == []
+    assert find_name_servers(Network()) == []

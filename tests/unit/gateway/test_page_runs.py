@@ -19,7 +19,7 @@ page_sets = st.sets(st.integers(0, PAGE_COUNT - 1))
 def make_runs(numbers: set[int]) -> Runs:
     mask = np.zeros(PAGE_COUNT, dtype=np.bool_)
     mask[sorted(numbers)] = True
-    return runs.from_mask(mask, START_ADDRESS, 4096)
+    return runs.make_runs_from_mask(mask, START_ADDRESS, 4096)
 
 
 def list_page_numbers(page_runs: Runs) -> list[int]:

@@ -23,7 +23,7 @@ def test_a_record_is_read_once(tmp_path: Path) -> None:
     directory, snapshot = _create_directory(tmp_path, "a"), Snapshot(names=["s"])
     record_files.write_record(directory, snapshot)
     reader = RecordReader()
-    assert reader.find_newer([directory], Snapshot) == {}
+    assert reader.find_newer_records([directory], Snapshot) == {}
     (directory / MANIFEST).unlink()
     assert reader.read(directory, Snapshot) == snapshot
     with pytest.raises(ValueError, match="it has no manifest"):
@@ -43,7 +43,7 @@ def test_a_record_is_read_once(tmp_path: Path) -> None:
 def test_a_damaged_record_keeps_its_reason(tmp_path: Path, text: str | None, reason: str) -> None:
     directory = _create_directory(tmp_path, "a", text)
     reader = RecordReader()
-    assert reader.find_newer([directory], Snapshot) == {}
+    assert reader.find_newer_records([directory], Snapshot) == {}
     with pytest.raises(ValueError, match=reason):
         reader.read(directory, Snapshot)
 
@@ -54,7 +54,7 @@ def test_only_records_of_a_newer_release_are_refused(tmp_path: Path) -> None:
         _create_directory(tmp_path, "b", "{"),
     )
     reader = RecordReader()
-    reasons = reader.find_newer([newer_directory, damaged_directory], Snapshot)
+    reasons = reader.find_newer_records([newer_directory, damaged_directory], Snapshot)
     assert (
         list(reasons) == [f"{newer_directory}/{MANIFEST}"]
         and "its format is 2" in reasons[f"{newer_directory}/{MANIFEST}"]

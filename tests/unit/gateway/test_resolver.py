@@ -225,7 +225,7 @@ async def test_no_resolver_remains_for_a_slot_that_is_removed_in_the_meantime(mo
 
 
 async def test_names_need_a_name_server(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(slots, "name_servers", lambda network: [])
+    monkeypatch.setattr(slots, "find_name_servers", lambda network: [])
     pool = slots.SlotPool(Network())
     with pytest.raises(Invalid, match=r"set \[network\] dns"):
         pool.check(NetworkPolicy(allow_internet=False, allow_out=[API_NAME]))

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import zfs_core
 from zfs_core import capabilities, exceptions, process
-from zfs_core.capabilities import openzfs_capabilities
+from zfs_core.capabilities import make_openzfs_capabilities
 from zfs_core.listing import find_types
 
 InstallFakeZfs = Callable[[str], Callable[[], list[str]]]
@@ -21,7 +21,7 @@ def install_fake_zfs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Install
     """Return a function that installs a script as `zfs`. That function returns one that lists the commands so far."""
     log, program = tmp_path / "log", tmp_path / "zfs"
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
-    monkeypatch.setattr(capabilities, "_capabilities", openzfs_capabilities((2, 3)))
+    monkeypatch.setattr(capabilities, "_capabilities", make_openzfs_capabilities((2, 3)))
 
     def install_script(script: str) -> Callable[[], list[str]]:
         program.write_text(f'#!/bin/sh\necho "$*" >>{log}\n{script}\n')

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import zfs_core
 from zfs_core import capabilities, exceptions, options, pools, property_values, receive
-from zfs_core.capabilities import ZFS_FUSE_CAPABILITIES, openzfs_capabilities
+from zfs_core.capabilities import ZFS_FUSE_CAPABILITIES, make_openzfs_capabilities
 from zfs_core.causes import Cause
 from zfs_core.outcome import Outcome
 
@@ -21,7 +21,7 @@ from zfs_core.outcome import Outcome
 @pytest.fixture(autouse=True)
 def _openzfs(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("subprocess.Popen", lambda argv, **_: pytest.fail(f"ran {argv}"))
-    monkeypatch.setattr(capabilities, "_capabilities", openzfs_capabilities((2, 3)))
+    monkeypatch.setattr(capabilities, "_capabilities", make_openzfs_capabilities((2, 3)))
 
 
 def _get_error(function: Callable[..., object], *args: object) -> exceptions.ZFSError:
@@ -208,9 +208,9 @@ def test_words_and_indexes_of_properties_match() -> None:
     for prop, indexes in property_values.INDEXES.items():
         assert len(set(indexes.values())) == len(indexes), prop
         for word, index in indexes.items():
-            assert property_values.word_of(prop, index) == word
-            assert property_values.number_of(prop, word) == index
-    assert property_values.number_of("mountpoint", "7") == "7" and property_values.number_of("used", "7") == 7
+            assert property_values.find_word(prop, index) == word
+            assert property_values.find_number(prop, word) == index
+    assert property_values.find_number("mountpoint", "7") == "7" and property_values.find_number("used", "7") == 7
 
 
 @pytest.mark.parametrize(
@@ -227,7 +227,7 @@ def test_words_and_indexes_of_properties_match() -> None:
 )
 def test_failures_of_channel_programs_have_the_types_of_libzfs_core(text: str, error_class: type[Exception]) -> None:
     outcome = Outcome("", f"Channel program execution failed:; {text}", Cause.OTHER)
-    error = pools._program_error(outcome, "tank")
+    error = pools._make_program_error(outcome, "tank")
     assert type(error) is error_class
     if error_class in (exceptions.ZCPSyntaxError, exceptions.ZCPRuntimeError):
         assert error.details == text

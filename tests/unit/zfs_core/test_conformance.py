@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from zfs_core.capabilities import ZFS_FUSE_CAPABILITIES, openzfs_capabilities
+from zfs_core.capabilities import ZFS_FUSE_CAPABILITIES, make_openzfs_capabilities
 
 from tests.zfs_core import conformance, table
 from tests.zfs_core.differences import HANGING_TESTS
@@ -37,8 +37,8 @@ def test_an_explanation_of_a_test_that_no_longer_exists_is_reported() -> None:
 
 
 def test_openzfs_is_recognized_even_if_its_version_is_unknown() -> None:
-    assert conformance.get_kind(openzfs_capabilities(())) == "openzfs"
-    assert conformance.get_kind(openzfs_capabilities((2, 3))) == "openzfs"
+    assert conformance.get_kind(make_openzfs_capabilities(())) == "openzfs"
+    assert conformance.get_kind(make_openzfs_capabilities((2, 3))) == "openzfs"
     assert conformance.get_kind(ZFS_FUSE_CAPABILITIES) == "zfs-fuse"
 
 

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 from zfs_core import capabilities, hold_descriptors, lzc_hold, process
-from zfs_core.capabilities import openzfs_capabilities
+from zfs_core.capabilities import make_openzfs_capabilities
 from zfs_core.exceptions import BadHoldCleanupFD, ZFSGenericError
 
 _HOLDS = {"tank/a@s": "tag 1", "tank/b@s": "tag 2"}
@@ -29,7 +29,7 @@ def command_log(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Pat
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
     monkeypatch.setattr(hold_descriptors, "_DEVICE", "/dev/null")
     monkeypatch.setattr(hold_descriptors, "_helpers", [])
-    monkeypatch.setattr(capabilities, "_capabilities", openzfs_capabilities((2, 3)))
+    monkeypatch.setattr(capabilities, "_capabilities", make_openzfs_capabilities((2, 3)))
     yield log
     hold_descriptors.wait_for_releases()
 

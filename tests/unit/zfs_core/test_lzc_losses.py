@@ -17,7 +17,7 @@ from typing import Any, NoReturn
 import pytest
 import zfs_core.run
 from zfs_core import capabilities
-from zfs_core.capabilities import ZFS_FUSE_CAPABILITIES, openzfs_capabilities
+from zfs_core.capabilities import ZFS_FUSE_CAPABILITIES, make_openzfs_capabilities
 from zfs_core.cli.failures import CommandError, Kind
 from zfs_core.cli.main import main
 from zfs_core.exceptions import ZFSGenericError
@@ -197,7 +197,7 @@ def zfs(monkeypatch: pytest.MonkeyPatch) -> FakeZfs:
     fake_zfs = FakeZfs()
     fake_zfs.add("tank", "dozer")
     monkeypatch.setattr(zfs_core.run, "execute", fake_zfs.execute)
-    monkeypatch.setattr(capabilities, "_capabilities", openzfs_capabilities((2, 3)))
+    monkeypatch.setattr(capabilities, "_capabilities", make_openzfs_capabilities((2, 3)))
     return fake_zfs
 
 

@@ -6,7 +6,7 @@ import errno
 import os
 import stat
 
-from sandbox_agent.failure import Failure, from_os_error, invalid
+from sandbox_agent.failure import Failure, from_os_error, invalid_argument
 from sandbox_agent.files.entries import normalize_metadata, read_metadata, write_metadata
 from sandbox_agent.http import multipart
 from sandbox_agent.http.message import make_displayable
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 _METADATA_HEADER_PREFIX = "x-metadata-"
 
 
-def routes() -> dict[str, list[Route]]:
+def build_routes() -> dict[str, list[Route]]:
     return {"/files": [Route(download, method="GET"), Route(upload)]}
 
 
@@ -36,18 +36,18 @@ def download(request: Request, reply: Reply) -> None:
     gzip among other encodings by default. Compressing for them would cost more than it saves.
     """
     query = request.query()
-    path = _user_for(request, query).resolve_path(query.get("path", ""))
+    path = _find_request_user(request, query).resolve_path(query.get("path", ""))
     should_compress = request.headers.get("accept-encoding", "").strip().lower() == "gzip"
     with open(_open_regular_file(path), "rb", buffering=0) as file:
         file_stat = os.fstat(file.fileno())
         content_type = b"application/octet-stream"
         if should_compress:
-            reply.begin(content_type, extra=b"Content-Encoding: gzip\r\n")
+            reply.begin(content_type, extra_headers=b"Content-Encoding: gzip\r\n")
             _send_compressed(file, reply)
         elif file_stat.st_size:
             reply.begin(content_type, length=file_stat.st_size)
             sent_byte_count = reply.connection.sock.sendfile(file, count=file_stat.st_size)
-            # If the file shrank meanwhile, close the connection: fewer bytes were sent than announced.
+            # If the file has shrunk in the meantime, close the connection: fewer bytes were sent than announced.
             reply.is_complete = sent_byte_count == file_stat.st_size
         else:
             # Files in /proc and /sys have contents, but their size is 0.
@@ -77,7 +77,7 @@ def _open_regular_file(path: str) -> int:
         fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
         mode = os.fstat(fd).st_mode
         if not stat.S_ISREG(mode):
-            raise invalid(f"{path} is {'a directory' if stat.S_ISDIR(mode) else 'not a regular file'}")
+            raise invalid_argument(f"{path} is {'a directory' if stat.S_ISDIR(mode) else 'not a regular file'}")
     except OSError as error:
         raise from_os_error(error, path) from None
     except Failure:
@@ -93,7 +93,7 @@ def upload(request: Request, reply: Reply) -> None:
     ``path``, the path of each multipart file is its filename. ``X-Metadata-KEY`` headers set the metadata of all files.
     """
     query = request.query()
-    user = _user_for(request, query)
+    user = _find_request_user(request, query)
     metadata_headers = {
         name[len(_METADATA_HEADER_PREFIX) :]: value
         for name, value in request.headers.items()
@@ -112,7 +112,7 @@ def upload(request: Request, reply: Reply) -> None:
         entries = _store_parts(user, query.get("path", ""), parts, metadata)
     else:
         if not query.get("path"):
-            raise invalid("the parameter 'path' is missing: set it to the path of the file")
+            raise invalid_argument("the parameter 'path' is missing: set it to the path of the file")
         entries = [_store_file(user, user.resolve_path(query["path"]), iter(source.read, b""), metadata)]
     # Read the rest of the body after the last boundary.
     request.body.read_all(PIECE_SIZE)
@@ -127,16 +127,16 @@ def _store_parts(user: users.User, path: str, parts: multipart.Parts, metadata: 
                 pass
             continue
         if path and entries:
-            raise invalid(
+            raise invalid_argument(
                 "the request has several files but only one path: remove the parameter 'path', and set "
                 "the filename of each file"
             )
         target = path or part.filename
         if not target:
-            raise invalid("the file has no filename: set its filename or the parameter 'path'")
+            raise invalid_argument("the file has no filename: set its filename or the parameter 'path'")
         entries.append(_store_file(user, user.resolve_path(target), part.pieces(), metadata))
     if not entries:
-        raise invalid("the request has no part named 'file': send each file in a part with that name")
+        raise invalid_argument("the request has no part named 'file': send each file in a part with that name")
     return entries
 
 
@@ -149,7 +149,7 @@ def _store_file(user: users.User, path: str, pieces: Iterator[bytes], metadata: 
         with open(fd, "wb", buffering=0) as file:
             file_stat = os.fstat(fd)
             if not stat.S_ISREG(file_stat.st_mode):
-                raise _not_regular_file_error(path)
+                raise _make_not_regular_file_error(path)
             user.take_ownership(fd)
             write_metadata(fd, path, metadata)
             if file_stat.st_size:
@@ -162,7 +162,7 @@ def _store_file(user: users.User, path: str, pieces: Iterator[bytes], metadata: 
     except OSError as error:
         # ENXIO: a socket, or a pipe without a reader.
         if error.errno in (errno.EISDIR, errno.ENXIO):
-            raise _not_regular_file_error(path) from None
+            raise _make_not_regular_file_error(path) from None
         raise from_os_error(error, path) from None
     entry: dict[str, Any] = {
         "path": make_displayable(path),
@@ -174,13 +174,13 @@ def _store_file(user: users.User, path: str, pieces: Iterator[bytes], metadata: 
     return entry
 
 
-def _not_regular_file_error(path: str) -> Failure:
-    return invalid(f"{path} exists and is not a regular file")
+def _make_not_regular_file_error(path: str) -> Failure:
+    return invalid_argument(f"{path} exists and is not a regular file")
 
 
-def _user_for(request: Request, query: dict[str, str]) -> users.User:
+def _find_request_user(request: Request, query: dict[str, str]) -> users.User:
     name = query.get("username", "")
-    return users.find_user(name) if name else users.user_of(request)
+    return users.find_user(name) if name else users.find_request_user(request)
 
 
 class _GzipReader:
@@ -203,10 +203,10 @@ class _GzipReader:
                     else self._decompressor.flush()
                 )
             except self._zlib_error as error:
-                raise invalid(
+                raise invalid_argument(
                     f"the body is not valid gzip data ({error}): send gzip data, or omit Content-Encoding"
                 ) from None
             if data or not compressed_data:
                 if not compressed_data and not self._decompressor.eof:
-                    raise invalid("the gzip data in the body is truncated: send the complete data")
+                    raise invalid_argument("the gzip data in the body is truncated: send the complete data")
                 return data

@@ -7,7 +7,7 @@ import os
 import stat
 import time
 
-from sandbox_agent.failure import Failure, from_os_error, invalid
+from sandbox_agent.failure import Failure, from_os_error, invalid_argument
 from sandbox_agent.http.message import make_displayable
 from sandbox_agent.machine import users
 
@@ -19,7 +19,7 @@ _ATTRIBUTE_PREFIX = "user.e2b."
 """Prefix of the extended attributes that store metadata. It counts towards the kernel's limit for names."""
 _MAX_ATTRIBUTE_NAME_LENGTH = 255
 _MAX_METADATA_BYTES = 4096
-"""Maximum total size of names and values. More does not fit into an ext4 block."""
+"""Maximum total size of names and values. Larger metadata does not fit into an ext4 block."""
 _NO_SPACE_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.E2BIG)
 _FILE_TYPES = {stat.S_IFREG: "FILE_TYPE_FILE", stat.S_IFDIR: "FILE_TYPE_DIRECTORY", stat.S_IFLNK: "FILE_TYPE_SYMLINK"}
 
@@ -31,14 +31,14 @@ class OwnerNameCache:
         self._users: dict[int, str] = {}
         self._groups: dict[int, str] = {}
 
-    def user_name(self, uid: int) -> str:
+    def find_user_name(self, uid: int) -> str:
         if uid not in self._users:
-            self._users[uid] = users.user_name(uid)
+            self._users[uid] = users.find_user_name(uid)
         return self._users[uid]
 
-    def group_name(self, gid: int) -> str:
+    def find_group_name(self, gid: int) -> str:
         if gid not in self._groups:
-            self._groups[gid] = users.group_name(gid)
+            self._groups[gid] = users.find_group_name(gid)
         return self._groups[gid]
 
 
@@ -55,8 +55,8 @@ def describe_entry(path: str, owner_names: OwnerNameCache | None = None) -> dict
         "path": make_displayable(path),
         "size": str(file_stat.st_size),
         "permissions": stat.filemode(mode),
-        "owner": owner_names.user_name(file_stat.st_uid),
-        "group": owner_names.group_name(file_stat.st_gid),
+        "owner": owner_names.find_user_name(file_stat.st_uid),
+        "group": owner_names.find_group_name(file_stat.st_gid),
         "modifiedTime": _format_time(file_stat.st_mtime_ns),
     }
     if stat.S_ISLNK(mode):
@@ -87,18 +87,20 @@ def normalize_metadata(metadata: dict[str, str]) -> dict[str, str]:
     size = 0
     for key, value in metadata.items():
         if not key or not all(" " <= letter <= "~" for letter in key + value):
-            raise invalid(
+            raise invalid_argument(
                 f"the metadata entry {key!r} is not valid: "
                 "use a non-empty key, and only printable ASCII characters in the key and the value"
             )
         if len(_ATTRIBUTE_PREFIX + key) > _MAX_ATTRIBUTE_NAME_LENGTH:
-            raise invalid(
+            raise invalid_argument(
                 f"the metadata key {key!r} is too long: "
                 f"use at most {_MAX_ATTRIBUTE_NAME_LENGTH - len(_ATTRIBUTE_PREFIX)} characters"
             )
         size += len(_ATTRIBUTE_PREFIX + key + value)
     if size > _MAX_METADATA_BYTES:
-        raise invalid(f"the metadata is {size} bytes long: use at most {_MAX_METADATA_BYTES} bytes for each file")
+        raise invalid_argument(
+            f"the metadata is {size} bytes long: use at most {_MAX_METADATA_BYTES} bytes for each file"
+        )
     return {key.lower(): value for key, value in metadata.items()}
 
 

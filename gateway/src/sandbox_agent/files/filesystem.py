@@ -8,7 +8,7 @@ import os
 import stat
 from itertools import islice
 
-from sandbox_agent.failure import Failure, from_os_error, invalid
+from sandbox_agent.failure import Failure, from_os_error, invalid_argument
 from sandbox_agent.files.entries import OwnerNameCache, describe_entry
 from sandbox_agent.http.connect import make_streaming_route, make_unary_route
 from sandbox_agent.http.message import get_text
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 MAX_ENTRIES = 100_000
 
 
-def routes() -> dict[str, list[Route]]:
+def build_routes() -> dict[str, list[Route]]:
     return {
         "/filesystem.Filesystem/Stat": [make_unary_route(stat_entry)],
         "/filesystem.Filesystem/ListDir": [make_unary_route(list_dir)],
@@ -67,9 +67,9 @@ def list_dir(request: Request, message: dict[str, Any]) -> bytes:
     path = _resolve_path(request, message, "path")
     depth = message.get("depth") or 1
     if isinstance(depth, bool) or not isinstance(depth, int) or depth < 1:
-        raise invalid("the field 'depth' must be a positive integer")
+        raise invalid_argument("the field 'depth' must be a positive integer")
     if not stat.S_ISDIR(os.stat(path).st_mode):
-        raise invalid(f"{path} is not a directory")
+        raise invalid_argument(f"{path} is not a directory")
     # Encode entries one by one, because 100,000 dicts take more memory than a small sandbox has.
     encoded_entries = [json.dumps(entry, separators=(",", ":")).encode() for entry in _walk(path, depth)]
     return b'{"entries":[%s]}' % b",".join(encoded_entries)
@@ -110,19 +110,19 @@ def make_dir(request: Request, message: dict[str, Any]) -> dict[str, Any]:
 
     Raises Failure ``already_exists`` if the directory exists.
     """
-    user = users.user_of(request)
+    user = users.find_request_user(request)
     path = _resolve_path(request, message, "path")
     if os.path.isdir(path):
         raise Failure("already_exists", f"the directory {path} already exists")
     if os.path.lexists(path):
-        raise invalid(f"{path} exists and is not a directory")
+        raise invalid_argument(f"{path} exists and is not a directory")
     user.make_dirs(path)
     return {"entry": describe_entry(path)}
 
 
 def move(request: Request, message: dict[str, Any]) -> dict[str, Any]:
     """Move an entry: ``{source, destination}`` → ``{entry}``. Replaces a file at the destination."""
-    user = users.user_of(request)
+    user = users.find_request_user(request)
     source, destination = _resolve_path(request, message, "source"), _resolve_path(request, message, "destination")
     os.lstat(source)
     user.make_dirs(os.path.dirname(destination))
@@ -141,7 +141,7 @@ def remove(request: Request, message: dict[str, Any]) -> dict[str, Any]:
     """Remove an entry: ``{path}`` → ``{}``. Removes directories with their contents. A missing path is not an error."""
     path = _resolve_path(request, message, "path")
     if not message.get("path"):
-        raise invalid("the field 'path' is missing or empty: set it to the path to remove")
+        raise invalid_argument("the field 'path' is missing or empty: set it to the path to remove")
     try:
         mode = os.lstat(path).st_mode
     except FileNotFoundError:
@@ -161,4 +161,4 @@ def remove(request: Request, message: dict[str, Any]) -> dict[str, Any]:
 
 
 def _resolve_path(request: Request, message: dict[str, Any], key: str) -> str:
-    return users.user_of(request).resolve_path(get_text(message, key))
+    return users.find_request_user(request).resolve_path(get_text(message, key))

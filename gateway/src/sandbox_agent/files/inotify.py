@@ -55,7 +55,7 @@ class _Directory:
             directory = directory.parent
         return "/".join(reversed(names))
 
-    def path_of(self, name: str) -> str:
+    def get_child_path(self, name: str) -> str:
         path = self.path()
         return f"{path}/{name}" if path else name
 
@@ -69,7 +69,7 @@ class _Directory:
             del self.parent.children[self.name]
         self.parent = None
 
-    def is_in(self, other: _Directory) -> bool:
+    def is_inside(self, other: _Directory) -> bool:
         directory: _Directory | None = self
         while directory is not None and directory is not other:
             directory = directory.parent
@@ -79,7 +79,7 @@ class _Directory:
 class TreeWatch:
     """A watch on the directory ``path`` and, if ``recursive``, on its existing and future subdirectories.
 
-    ``fd`` is readable when there are events to ``read``; ``has_ended``: whether the directory was removed,
+    ``fd`` is readable when there are events to ``read``. ``has_ended`` is true once the directory has been removed,
     renamed or unmounted.
     """
 
@@ -92,11 +92,11 @@ class TreeWatch:
         self.has_ended = False
         self.fd = _libc.inotify_init1(os.O_NONBLOCK | os.O_CLOEXEC)
         if self.fd < 0:
-            raise _watch_error(ctypes.get_errno(), path)
+            raise _make_watch_error(ctypes.get_errno(), path)
         try:
             wd = self._add_watch(path, _CHILD_EVENT_MASK | _DELETE_SELF | _MOVE_SELF)
             if wd < 0:
-                raise _watch_error(ctypes.get_errno(), path)
+                raise _make_watch_error(ctypes.get_errno(), path)
             self._root = self._directories[wd] = _Directory(wd)
             if recursive:
                 for _ in self._scan(self._root):
@@ -147,12 +147,12 @@ class TreeWatch:
 
     def _handle_child_event(self, directory: _Directory, name: str, mask: int) -> Iterator[tuple[str, str]]:
         key = (directory.wd, name)
-        if not directory.is_in(self._root):
+        if not directory.is_inside(self._root):
             return  # The directory was moved out of the tree.
         if mask & _CREATE and key in self._reported_entries:
             self._reported_entries.discard(key)
             return
-        path = directory.path_of(name)
+        path = directory.get_child_path(name)
         yield next((kind for bits, kind in _EVENT_TYPES if mask & bits), "CHMOD"), path
         if mask & (_DELETE | _MOVED_FROM):
             self._reported_entries.discard(key)
@@ -165,7 +165,7 @@ class TreeWatch:
             # Add the watch again even for a known directory, because another directory may have this name now.
             child = self._watch_child(directory, name)
             if child is not None:
-                yield from self._scan(child, new=bool(mask & _CREATE))
+                yield from self._scan(child, is_new=bool(mask & _CREATE))
 
     def _handle_own_event(self, directory: _Directory, mask: int) -> Iterator[tuple[str, str]]:
         """Handle an event on a watched directory itself.
@@ -181,12 +181,12 @@ class TreeWatch:
             directory.detach()
             self._directories.pop(directory.wd, None)
 
-    def _scan(self, top: _Directory, *, new: bool = False) -> Iterator[tuple[str, str]]:
+    def _scan(self, top: _Directory, *, is_new: bool = False) -> Iterator[tuple[str, str]]:
         """Yield events for the entries of a directory that has just appeared, and watch its subdirectories.
 
         The kernel also reports entries that were created after the watch was added; ``_reported_entries`` filters out
-        these duplicates. In a ``new`` directory, also yield WRITE for each file that is not empty, because it may have
-        been written before the watch was added.
+        these duplicates. In a new directory (``is_new``), also yield WRITE for each file that is not empty, because it
+        may have been written before the watch was added.
         """
         stack = [top]
         while stack:
@@ -196,23 +196,23 @@ class TreeWatch:
             except OSError:
                 continue
             with items:
-                for name, is_directory, has_contents in _list_items(items, new):
+                for name, is_directory, has_contents in _list_items(items, is_new):
                     if len(self._reported_entries) < _MAX_REPORTED_ENTRIES:
                         self._reported_entries.add((directory.wd, name))
-                    yield "CREATE", directory.path_of(name)
+                    yield "CREATE", directory.get_child_path(name)
                     if has_contents:
-                        yield "WRITE", directory.path_of(name)
+                        yield "WRITE", directory.get_child_path(name)
                     child = self._watch_child(directory, name) if is_directory else None
                     if child is not None:
                         stack.append(child)
 
     def _watch_child(self, parent: _Directory, name: str) -> _Directory | None:
         """Watch a subdirectory. Returns None if it is missing, unreadable, or an ancestor of ``parent``."""
-        wd = self._add_watch(os.path.join(self._path, parent.path_of(name)), _CHILD_EVENT_MASK | _DONT_FOLLOW)
+        wd = self._add_watch(os.path.join(self._path, parent.get_child_path(name)), _CHILD_EVENT_MASK | _DONT_FOLLOW)
         if wd < 0:
             error_number = ctypes.get_errno()
             if error_number in (errno.ENOSPC, errno.ENOMEM):
-                raise _watch_error(error_number, self._path)
+                raise _make_watch_error(error_number, self._path)
             return None
         child = self._directories.get(wd)
         if child is None:
@@ -222,7 +222,7 @@ class TreeWatch:
                     f"{self._path} contains more than {MAX_DIRECTORIES} directories: watch only some of them",
                 )
             child = self._directories[wd] = _Directory(wd)
-        elif parent.is_in(child):
+        elif parent.is_inside(child):
             return None
         child.attach(parent, name)
         return child
@@ -243,10 +243,10 @@ class TreeWatch:
         self._moved_directories.clear()
 
 
-def _list_items(items: Iterator[os.DirEntry[str]], new: bool) -> Iterator[tuple[str, bool, bool]]:
+def _list_items(items: Iterator[os.DirEntry[str]], is_new: bool) -> Iterator[tuple[str, bool, bool]]:
     """Yield each entry as (name, whether it is a directory, whether it is a non-empty file).
 
-    The last item is False unless ``new``.
+    The last item is False unless ``is_new``.
     """
     while True:
         try:
@@ -255,7 +255,9 @@ def _list_items(items: Iterator[os.DirEntry[str]], new: bool) -> Iterator[tuple[
             return
         try:
             is_directory = item.is_dir(follow_symlinks=False)
-            has_contents = new and item.is_file(follow_symlinks=False) and item.stat(follow_symlinks=False).st_size > 0
+            has_contents = (
+                is_new and item.is_file(follow_symlinks=False) and item.stat(follow_symlinks=False).st_size > 0
+            )
         except OSError:
             is_directory = has_contents = False
         yield item.name, is_directory, has_contents
@@ -267,7 +269,7 @@ def _is_readable(fd: int) -> bool:
     return bool(poll.poll(0))
 
 
-def _watch_error(error_number: int, path: str) -> Failure:
+def _make_watch_error(error_number: int, path: str) -> Failure:
     if error_number == errno.ENOSPC:
         message = (
             "the kernel's limit on watched directories (fs.inotify.max_user_watches) has been reached: "

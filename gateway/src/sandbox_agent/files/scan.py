@@ -59,7 +59,7 @@ class TreeWatch:
             self.has_ended = True
             yield "REMOVE", "."
             return
-        if _permissions_of(root_stat) != _permissions_of(self._root_stat):
+        if _get_permissions(root_stat) != _get_permissions(self._root_stat):
             yield "CHMOD", "."
         before, after = self._entries, self._scan()
         self._root_stat, self._entries = root_stat, after
@@ -106,8 +106,8 @@ def _compare(before: Entries, after: Entries) -> Iterator[tuple[str, str]]:
     removed_names = sorted((name for name in before if name not in after), reverse=True)
     added_names = sorted(name for name in after if name not in before)
     # A new file can reuse the inode number of a deleted one, but has another modification time.
-    names_by_key = {(*_identity_of(after[name]), after[name].st_mtime_ns): name for name in added_names}
-    keys_by_name = {name: (*_identity_of(before[name]), before[name].st_mtime_ns) for name in removed_names}
+    names_by_key = {(*_get_identity(after[name]), after[name].st_mtime_ns): name for name in added_names}
+    keys_by_name = {name: (*_get_identity(before[name]), before[name].st_mtime_ns) for name in removed_names}
     destinations_by_name = {name: names_by_key[key] for name, key in keys_by_name.items() if key in names_by_key}
     for name in removed_names:
         # The entries of a moved directory are not reported.
@@ -131,19 +131,19 @@ def _compare(before: Entries, after: Entries) -> Iterator[tuple[str, str]]:
         )
         if is_modified and stat.S_ISREG(current_stat.st_mode):
             yield "WRITE", name
-        if _permissions_of(current_stat) != _permissions_of(previous_stat) or (
+        if _get_permissions(current_stat) != _get_permissions(previous_stat) or (
             current_stat.st_ctime_ns != previous_stat.st_ctime_ns and not is_modified
         ):
             yield "CHMOD", name
 
 
 def _is_same_file(first: os.stat_result, second: os.stat_result) -> bool:
-    return _identity_of(first) == _identity_of(second)
+    return _get_identity(first) == _get_identity(second)
 
 
-def _identity_of(file_stat: os.stat_result) -> tuple[int, int, int]:
+def _get_identity(file_stat: os.stat_result) -> tuple[int, int, int]:
     return file_stat.st_dev, file_stat.st_ino, stat.S_IFMT(file_stat.st_mode)
 
 
-def _permissions_of(file_stat: os.stat_result) -> tuple[int, int, int]:
+def _get_permissions(file_stat: os.stat_result) -> tuple[int, int, int]:
     return stat.S_IMODE(file_stat.st_mode), file_stat.st_uid, file_stat.st_gid

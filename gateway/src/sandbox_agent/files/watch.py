@@ -13,7 +13,7 @@ import select
 import threading
 import time
 
-from sandbox_agent.failure import Failure, invalid
+from sandbox_agent.failure import Failure, invalid_argument
 from sandbox_agent.files import entries, inotify, scan
 from sandbox_agent.http.connect import Stream, encode_frame
 from sandbox_agent.http.message import get_text, make_displayable
@@ -54,15 +54,15 @@ class Watch:
 
     def __init__(self, request: Request, message: dict[str, Any]) -> None:
         """Start watching: ``{path, recursive?, includeEntry?, allowNetworkMounts?}``."""
-        self._path = users.user_of(request).resolve_path(get_text(message, "path"))
+        self._path = users.find_request_user(request).resolve_path(get_text(message, "path"))
         self._recursive = message.get("recursive") is True
         self._include_entry = message.get("includeEntry") is True
         os.stat(self._path)
         if not os.path.isdir(self._path):
-            raise invalid(f"{self._path} is not a directory")
+            raise invalid_argument(f"{self._path} is not a directory")
         self._uses_inotify = inotify.IS_AVAILABLE and not _is_on_network(self._path)
         if inotify.IS_AVAILABLE and not self._uses_inotify and message.get("allowNetworkMounts") is not True:
-            raise invalid(
+            raise invalid_argument(
                 f"{self._path} is on a network file system, where changes are detected late or never: "
                 "set allowNetworkMounts to watch it anyway"
             )
@@ -182,8 +182,8 @@ class Watcher:
                 with self._lock:
                     self._drop_events()
                 return
-        except (Failure, OSError) as other:
-            failure = other if isinstance(other, Failure) else Failure("not_found", f"watching failed: {other}")
+        except (Failure, OSError) as error:
+            failure = error if isinstance(error, Failure) else Failure("not_found", f"watching failed: {error}")
         with self._lock:
             self._failure = failure
 
@@ -307,7 +307,7 @@ class Watchers:
         with self._lock:
             watcher = self._watchers.get(watcher_id)
         if watcher is None:
-            raise _not_found_error(watcher_id)
+            raise _make_not_found_error(watcher_id)
         return b'{"events":[%s]}' % b",".join(watcher.take())
 
     def remove_watcher(self, request: Request, message: dict[str, Any]) -> dict[str, Any]:
@@ -316,7 +316,7 @@ class Watchers:
         with self._lock:
             watcher = self._watchers.pop(watcher_id, None)
         if watcher is None:
-            raise _not_found_error(watcher_id)
+            raise _make_not_found_error(watcher_id)
         watcher.stop()
         return {}
 
@@ -348,7 +348,7 @@ def _is_readable(fd: int, seconds: float) -> bool:
     return bool(poll.poll(seconds * 1000 + 1))
 
 
-def _not_found_error(watcher_id: str) -> Failure:
+def _make_not_found_error(watcher_id: str) -> Failure:
     minutes = EXPIRY_SECONDS / 60
     return Failure(
         "not_found",

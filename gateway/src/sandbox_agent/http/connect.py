@@ -12,7 +12,7 @@ import select
 import struct
 import time
 
-from sandbox_agent.failure import Failure, from_os_error, invalid
+from sandbox_agent.failure import Failure, from_os_error, invalid_argument
 from sandbox_agent.http.server import Route
 from sandbox_agent.http.wire import MAX_JSON_BYTES, ConnectionLost, parse_object
 
@@ -29,7 +29,7 @@ _COMPRESSED, _END_OF_STREAM = 1, 2
 
 
 def make_unary_route(call: Callable[[Request, dict[str, Any]], dict[str, Any] | bytes]) -> Route:
-    """Return a route that responds with the result of ``call``, which is a dict or an encoded JSON object."""
+    """Return a route that responds with the result of ``call``: a dict or an encoded JSON object."""
 
     def handle(request: Request, reply: Reply) -> None:
         if request.headers.get("content-type", "application/json").partition(";")[0].strip() != "application/json":
@@ -121,7 +121,7 @@ class Stream:
         """Return the single message of the request."""
         message = self.receive()
         if message is None:
-            raise invalid("the request body is empty: send one frame with a JSON object")
+            raise invalid_argument("the request body is empty: send one frame with a JSON object")
         self._body.read_all(1024)
         return message
 
@@ -132,14 +132,14 @@ class Stream:
         else:
             self._reply.begin(b"application/connect+json", frames)
 
-    def end(self, failure: Failure | None = None, before: bytes = b"") -> None:
-        """Send the encoded frames ``before``, then the last frame, which contains ``failure`` if there is one."""
+    def end(self, failure: Failure | None = None, frames: bytes = b"") -> None:
+        """Send the encoded ``frames``, then the last frame, which contains ``failure`` if there is one."""
         data = b"{}"
         if failure is not None:
             data = json.dumps({"error": {"code": failure.code, "message": failure.message}}).encode()
         if not self._reply.has_begun:
             self._reply.begin(b"application/connect+json")
-        self._reply.end(before + encode_frame(data, _END_OF_STREAM))
+        self._reply.end(frames + encode_frame(data, _END_OF_STREAM))
 
 
 def _read_exactly(body: Body, size: int) -> bytes:
@@ -152,7 +152,7 @@ def _read_exactly(body: Body, size: int) -> bytes:
     while remaining_size:
         data = body.read(remaining_size)
         if not data:
-            raise invalid("the request body ends in the middle of a message: send the complete message")
+            raise invalid_argument("the request body ends in the middle of a message: send the complete message")
         pieces.append(data)
         remaining_size -= len(data)
     return b"".join(pieces)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import binascii
 import os
 
-from sandbox_agent.failure import invalid
+from sandbox_agent.failure import invalid_argument
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 def get_object(message: dict[str, Any], key: str) -> dict[str, Any]:
     value = message.get(key)
     if not isinstance(value, dict):
-        raise invalid(f"the field '{key}' must be a JSON object")
+        raise invalid_argument(f"the field '{key}' must be a JSON object")
     return value
 
 
@@ -23,7 +23,7 @@ def get_text(message: dict[str, Any], key: str) -> str:
     """Return the string in the field ``key``, which must not contain NUL characters; "" if it is absent."""
     value = message.get(key) or ""
     if not isinstance(value, str) or "\0" in value:
-        raise invalid(f"the field '{key}' must be a string without NUL characters")
+        raise invalid_argument(f"the field '{key}' must be a string without NUL characters")
     return value
 
 
@@ -36,7 +36,7 @@ def get_number(message: dict[str, Any], key: str, *, default: float, maximum: fl
     if value is None:
         return default
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value <= maximum:
-        raise invalid(f"the field '{key}' must be a number greater than 0 and at most {maximum:.0f}")
+        raise invalid_argument(f"the field '{key}' must be a number greater than 0 and at most {maximum:.0f}")
     return float(value)
 
 
@@ -45,7 +45,7 @@ def get_bytes(message: dict[str, Any], key: str) -> bytes:
     try:
         return binascii.a2b_base64(message.get(key) or "")
     except (ValueError, TypeError):
-        raise invalid(f"the field '{key}' must be a base64 string") from None
+        raise invalid_argument(f"the field '{key}' must be a base64 string") from None
 
 
 def get_strings(message: dict[str, Any], key: str) -> list[str]:
@@ -53,7 +53,7 @@ def get_strings(message: dict[str, Any], key: str) -> list[str]:
     if value is None:
         return []
     if not isinstance(value, list) or not all(isinstance(item, str) and "\0" not in item for item in value):
-        raise invalid(f"the field '{key}' must be a list of strings without NUL characters")
+        raise invalid_argument(f"the field '{key}' must be a list of strings without NUL characters")
     return value
 
 
@@ -65,7 +65,7 @@ def get_variables(message: dict[str, Any], key: str) -> dict[str, str]:
     if not isinstance(value, dict) or not all(
         isinstance(item, str) and name and "=" not in name and "\0" not in name + item for name, item in value.items()
     ):
-        raise invalid(f"the field '{key}' must be an object that maps variable names to strings")
+        raise invalid_argument(f"the field '{key}' must be an object that maps variable names to strings")
     return value
 
 

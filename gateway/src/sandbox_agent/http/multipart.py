@@ -6,7 +6,7 @@ The standard library offers no alternative: ``email`` holds the whole body in me
 
 from __future__ import annotations
 
-from sandbox_agent.failure import invalid
+from sandbox_agent.failure import invalid_argument
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -24,7 +24,9 @@ _MAX_HEAD_BYTES = 16 << 10
 def parse_boundary(content_type: str) -> bytes:
     value = parse_parameters(content_type).get("boundary", "")
     if not 1 <= len(value) <= 200:
-        raise invalid("the Content-Type multipart/form-data requires a boundary parameter of 1 to 200 characters")
+        raise invalid_argument(
+            "the Content-Type multipart/form-data requires a boundary parameter of 1 to 200 characters"
+        )
     return value.encode("latin-1")
 
 
@@ -45,13 +47,13 @@ class Parts:
             if suffix == b"--":
                 return
             if suffix != b"\r\n":
-                raise invalid("the multipart body is malformed: a boundary must be followed by CRLF or --")
+                raise invalid_argument("the multipart body is malformed: a boundary must be followed by CRLF or --")
             yield Part(self, self._read_head())
 
     def _read_more(self) -> None:
         data = self._source.read()
         if not data:
-            raise invalid("the multipart body ends before its last boundary: send the complete body")
+            raise invalid_argument("the multipart body ends before its last boundary: send the complete body")
         self._buffer += data
 
     def _take(self, size: int) -> bytes:
@@ -65,7 +67,7 @@ class Parts:
         data = b"\r\n" + self._buffer
         while b"\r\n\r\n" not in data:
             if len(data) > _MAX_HEAD_BYTES:
-                raise invalid(f"the headers of a part are longer than {_MAX_HEAD_BYTES} bytes: shorten them")
+                raise invalid_argument(f"the headers of a part are longer than {_MAX_HEAD_BYTES} bytes: shorten them")
             self._read_more()
             data = b"\r\n" + self._buffer
         head, _, self._buffer = data.partition(b"\r\n\r\n")

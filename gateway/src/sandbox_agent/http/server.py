@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 IDLE_TIMEOUT_SECONDS = 75.0
 """How long a connection may be silent between requests, within a body, or while its buffers are full."""
 MAX_CONNECTIONS = 512
-"""Maximum number of connections from other machines, and separately from this machine.
+"""Maximum number of connections from other machines, and also of those from this machine.
 
 The limits are separate so that programs in the sandbox cannot lock the gateway out.
 """
@@ -39,35 +39,35 @@ class _Slots:
     """
 
     def __init__(self) -> None:
-        self._free = threading.BoundedSemaphore(MAX_CONNECTIONS)
+        self._free_slots = threading.BoundedSemaphore(MAX_CONNECTIONS)
         self._lock = threading.Lock()
-        self._unauthorized: dict[socket.socket, None] = {}
+        self._unauthorized_sockets: dict[socket.socket, None] = {}
 
     def take(self, sock: socket.socket) -> bool:
         """Take a slot for a new connection. Returns whether there was one."""
-        if not self._free.acquire(blocking=False) and not (
-            self._drop_oldest_unauthorized() and self._free.acquire(timeout=_DROP_TIMEOUT_SECONDS)
+        if not self._free_slots.acquire(blocking=False) and not (
+            self._drop_oldest_unauthorized() and self._free_slots.acquire(timeout=_DROP_TIMEOUT_SECONDS)
         ):
             return False
         with self._lock:
-            self._unauthorized[sock] = None
+            self._unauthorized_sockets[sock] = None
         return True
 
     def authorize(self, sock: socket.socket) -> None:
         with self._lock:
-            self._unauthorized.pop(sock, None)
+            self._unauthorized_sockets.pop(sock, None)
 
     def release(self, sock: socket.socket) -> None:
         self.authorize(sock)
-        self._free.release()
+        self._free_slots.release()
 
     def _drop_oldest_unauthorized(self) -> bool:
         """End a connection, so that its thread releases the slot. Returns whether there was one."""
         with self._lock:
-            sock = next(iter(self._unauthorized), None)
+            sock = next(iter(self._unauthorized_sockets), None)
             if sock is None:
                 return False
-            del self._unauthorized[sock]
+            del self._unauthorized_sockets[sock]
             try:
                 sock.shutdown(socket.SHUT_RDWR)
             except OSError:
@@ -78,16 +78,16 @@ class _Slots:
 class Route:
     """A request handler and its HTTP method.
 
-    ``guarded``: whether the server's guard checks each request first; ``uses_connect_codes``: whether errors carry a
+    ``is_guarded``: whether the server's guard checks each request first; ``uses_connect_codes``: whether errors carry a
     Connect code instead of an HTTP status.
     """
 
     def __init__(
-        self, handler: Handler, *, method: str = "POST", guarded: bool = True, uses_connect_codes: bool = False
+        self, handler: Handler, *, method: str = "POST", is_guarded: bool = True, uses_connect_codes: bool = False
     ) -> None:
         self.handler = handler
         self.method = method
-        self.guarded = guarded
+        self.is_guarded = is_guarded
         self.uses_connect_codes = uses_connect_codes
 
 
@@ -118,7 +118,7 @@ class Server:
                 print(f"sandbox-agent: cannot accept a connection: {error}", file=sys.stderr)
                 time.sleep(0.05)
                 continue
-            slots = self._slots_of(sock, address[0])
+            slots = self._select_slots(sock, address[0])
             if not slots.take(sock):
                 sock.close()
                 continue
@@ -128,7 +128,7 @@ class Server:
                 sock.close()
                 slots.release(sock)
 
-    def _slots_of(self, sock: socket.socket, peer: str) -> _Slots:
+    def _select_slots(self, sock: socket.socket, peer: str) -> _Slots:
         try:
             return self._local_slots if peer in (sock.getsockname()[0], "127.0.0.1") else self._slots
         except OSError:
@@ -155,7 +155,7 @@ class Server:
         reply = Reply(connection, request)
         route = self._routes.get((request.path, request.method)) or self._find_parameter_route(request)
         try:
-            if route is None or route.guarded:
+            if route is None or route.is_guarded:
                 self._guard(request)
                 slots.authorize(connection.sock)
             self._dispatch(route, request, reply)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import time
 
-from sandbox_agent.failure import Failure, invalid
+from sandbox_agent.failure import Failure, invalid_argument
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -93,8 +93,8 @@ class Body:
 
     def __init__(self, connection: Connection, length: int | None, expects_continue: bool) -> None:
         self._connection = connection
-        self._chunked = length is None
-        self._remaining = length or 0
+        self._is_chunked = length is None
+        self._remaining_bytes = length or 0
         self._expects_continue = expects_continue
         self.is_finished = length == 0
 
@@ -105,13 +105,13 @@ class Body:
         if self._expects_continue:
             self._expects_continue = False
             self._connection.send(b"HTTP/1.1 100 Continue\r\n\r\n")
-        if self._chunked and not self._remaining and not self._begin_chunk():
+        if self._is_chunked and not self._remaining_bytes and not self._begin_chunk():
             self.is_finished = True
             return b""
-        data = self._connection.take(min(limit, self._remaining))
-        self._remaining -= len(data)
-        if not self._remaining:
-            if self._chunked:
+        data = self._connection.take(min(limit, self._remaining_bytes))
+        self._remaining_bytes -= len(data)
+        if not self._remaining_bytes:
+            if self._is_chunked:
                 self._connection.take_until(b"\r\n", 2)
             else:
                 self.is_finished = True
@@ -120,33 +120,33 @@ class Body:
     def _begin_chunk(self) -> bool:
         line = self._connection.take_until(b"\r\n", 1024)
         try:
-            self._remaining = int(line.split(b";", 1)[0].strip(), 16)
+            self._remaining_bytes = int(line.split(b";", 1)[0].strip(), 16)
         except ValueError:
             raise ConnectionLost from None
-        if self._remaining < 0:
+        if self._remaining_bytes < 0:
             raise ConnectionLost
-        while not self._remaining:
+        while not self._remaining_bytes:
             if not self._connection.take_until(b"\r\n", MAX_HEAD_BYTES):
                 return False
         return True
 
     def read_all(self, limit: int = MAX_JSON_BYTES) -> bytes:
-        if not self._chunked and self._remaining > limit:
-            raise _too_large_error(limit)
+        if not self._is_chunked and self._remaining_bytes > limit:
+            raise _make_too_large_error(limit)
         pieces, size = [], 0
         while not self.is_finished:
             piece = self.read()
             pieces.append(piece)
             size += len(piece)
             if size > limit:
-                raise _too_large_error(limit)
+                raise _make_too_large_error(limit)
         return pieces[0] if len(pieces) == 1 else b"".join(pieces)
 
     def skip(self) -> bool:
         """Read the rest of the body and return True if it is short and its length is known; otherwise return False."""
         if self.is_finished:
             return True
-        if self._chunked or self._expects_continue or self._remaining > PIECE_SIZE:
+        if self._is_chunked or self._expects_continue or self._remaining_bytes > PIECE_SIZE:
             return False
         while not self.is_finished:
             self.read()
@@ -162,7 +162,7 @@ class Body:
             self.read()
 
 
-def _too_large_error(limit: int) -> Failure:
+def _make_too_large_error(limit: int) -> Failure:
     message = f"the request body is larger than {limit} bytes: send a smaller body"
     return Failure("resource_exhausted", message, 413)
 
@@ -221,9 +221,9 @@ def parse_object(data: bytes) -> dict[str, Any]:
     try:
         value = json.loads(data)
     except (ValueError, RecursionError) as error:
-        raise invalid(f"the request body is not valid JSON: {error}") from None
+        raise invalid_argument(f"the request body is not valid JSON: {error}") from None
     if not isinstance(value, dict):
-        raise invalid("the request body must be a JSON object")
+        raise invalid_argument("the request body must be a JSON object")
     return value
 
 
@@ -248,46 +248,48 @@ class Reply:
         else:
             self.send(status, body, b"application/json")
 
-    def send(self, status: int, body: bytes = b"", content_type: bytes = b"", extra: bytes = b"") -> None:
-        head = self._format_head(status, content_type, extra)
+    def send(self, status: int, body: bytes = b"", content_type: bytes = b"", extra_headers: bytes = b"") -> None:
+        head = self._format_head(status, content_type, extra_headers)
         if status != 204:
             head += b"Content-Length: %d\r\n" % len(body)
         self.has_begun = True
         self.connection.send(head + b"\r\n" + body)
         self.is_complete = True
 
-    def begin(self, content_type: bytes, first: bytes = b"", *, length: int | None = None, extra: bytes = b"") -> None:
+    def begin(
+        self, content_type: bytes, first_data: bytes = b"", *, length: int | None = None, extra_headers: bytes = b""
+    ) -> None:
         """Send the head and the first bytes of a streamed response, which is chunked unless ``length`` is set."""
-        head = self._format_head(200, content_type, extra)
-        self._chunked = length is None and self._request.accepts_chunked
+        head = self._format_head(200, content_type, extra_headers)
+        self._is_chunked = length is None and self._request.accepts_chunked
         if length is not None:
             head += b"Content-Length: %d\r\n" % length
-        elif self._chunked:
+        elif self._is_chunked:
             head += b"Transfer-Encoding: chunked\r\n"
         else:
             self._request.keep_alive = False
         self.has_begun = True
-        self.connection.send(head + b"\r\n" + self._encode_chunk(first))
+        self.connection.send(head + b"\r\n" + self._encode_chunk(first_data))
 
     def write(self, data: bytes) -> None:
         if data:
             self.connection.send(self._encode_chunk(data))
 
-    def end(self, last: bytes = b"") -> None:
-        data = self._encode_chunk(last) + (b"0\r\n\r\n" if self._chunked else b"")
+    def end(self, last_data: bytes = b"") -> None:
+        data = self._encode_chunk(last_data) + (b"0\r\n\r\n" if self._is_chunked else b"")
         if data:
             self.connection.send(data)
         self.is_complete = True
 
     def _encode_chunk(self, data: bytes) -> bytes:
-        if not data or not self._chunked:
+        if not data or not self._is_chunked:
             return data
         return b"%x\r\n%s\r\n" % (len(data), data)
 
-    def _format_head(self, status: int, content_type: bytes, extra: bytes) -> bytes:
+    def _format_head(self, status: int, content_type: bytes, extra_headers: bytes) -> bytes:
         head = b"HTTP/1.1 %d %s\r\n" % (status, REASON_PHRASES.get(status, b"Error"))
         if content_type:
             head += b"Content-Type: " + content_type + b"\r\n"
         if not self._request.keep_alive:
             head += b"Connection: close\r\n"
-        return head + extra
+        return head + extra_headers

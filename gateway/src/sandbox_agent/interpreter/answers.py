@@ -26,13 +26,13 @@ _ERROR_FIELDS = {"type", "name", "value", "traceback"}
 class CellResponse:
     """The base class of the responses, which discards all events.
 
-    ``has_failed``: whether the cell raised an error; ``pending``: the number of bytes that are ready to be sent.
+    ``has_failed``: whether the cell raised an error; ``pending_byte_count``: the number of bytes ready to send.
     """
 
     def __init__(self, connection: Connection | None = None) -> None:
         self.connection = connection
         self.has_failed = False
-        self.pending = 0
+        self.pending_byte_count = 0
 
     def client_descriptor(self) -> int:
         """Return the descriptor of the client's connection; -1 if there is no client."""
@@ -117,7 +117,7 @@ class LineResponse(CellResponse):
             self._reply.write(data[start : start + _PIECE_SIZE])
 
     def end(self) -> None:
-        if self._reply.has_begun or self.pending > _PIECE_SIZE:
+        if self._reply.has_begun or self.pending_byte_count > _PIECE_SIZE:
             self.flush()
             self._reply.end()
         else:
@@ -128,12 +128,12 @@ class LineResponse(CellResponse):
 
     def _add_line(self, line: bytes) -> None:
         self._lines.append(line + b"\n")
-        self.pending += len(line) + 1
+        self.pending_byte_count += len(line) + 1
 
     def _take_pending_bytes(self) -> bytes:
         data = self._lines[0] if len(self._lines) == 1 else b"".join(self._lines)
         self._lines = []
-        self.pending = 0
+        self.pending_byte_count = 0
         return data
 
 

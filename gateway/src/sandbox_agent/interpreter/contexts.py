@@ -7,7 +7,7 @@ import select
 import threading
 from collections import deque
 
-from sandbox_agent.failure import Failure, invalid
+from sandbox_agent.failure import Failure, invalid_argument
 from sandbox_agent.http.wire import ConnectionLost
 from sandbox_agent.interpreter.answers import CellResponse
 from sandbox_agent.interpreter.idle import IdleReader
@@ -35,7 +35,7 @@ class Contexts:
     def __init__(self, environment: Callable[[], dict[str, str]]) -> None:
         self._environment = environment
         self._lock = threading.Lock()
-        self._idle = IdleReader()
+        self._idle_reader = IdleReader()
         self._contexts: dict[str, Context] = {}
 
     def list(self) -> list[Context]:
@@ -51,7 +51,7 @@ class Contexts:
         user = users.find_user("")
         directory = user.resolve_path(cwd) if cwd else _find_default_directory(user)
         if not os.path.isdir(directory):
-            raise invalid(f"the working directory {directory} does not exist: create it first")
+            raise invalid_argument(f"the working directory {directory} does not exist: create it first")
         return self._add(os.urandom(16).hex(), language, directory)
 
     def find(self, context_id: str, language: str = "") -> Context:
@@ -63,10 +63,10 @@ class Contexts:
         if context is None:
             default_language = next((key for key, value in DEFAULT_CONTEXT_IDS.items() if value == context_id), "")
             if not default_language:
-                raise _not_found_error(context_id)
+                raise _make_not_found_error(context_id)
             context = self._add(context_id, default_language, _find_default_directory(users.find_user("")))
         if language and context.language != language:
-            raise invalid(
+            raise invalid_argument(
                 f"the context {context_id} runs {context.language}, not {language}: send either context_id or language"
             )
         return context
@@ -75,7 +75,7 @@ class Contexts:
         with self._lock:
             context = self._contexts.pop(context_id, None)
         if context is None:
-            raise _not_found_error(context_id)
+            raise _make_not_found_error(context_id)
         context.end()
 
     def _add(self, context_id: str, language: str, cwd: str) -> Context:
@@ -86,7 +86,7 @@ class Contexts:
                         "resource_exhausted",
                         f"there are already {MAX_CONTEXTS} contexts: remove one first",
                     )
-                self._contexts[context_id] = Context(context_id, language, cwd, self._environment, self._idle)
+                self._contexts[context_id] = Context(context_id, language, cwd, self._environment, self._idle_reader)
             return self._contexts[context_id]
 
 
@@ -94,17 +94,22 @@ class Context:
     """A context, which runs one cell at a time. The first cell starts the kernel."""
 
     def __init__(
-        self, context_id: str, language: str, cwd: str, environment: Callable[[], dict[str, str]], idle: IdleReader
+        self,
+        context_id: str,
+        language: str,
+        cwd: str,
+        environment: Callable[[], dict[str, str]],
+        idle_reader: IdleReader,
     ) -> None:
         self.id = context_id
         self.language = language
         self.cwd = cwd
         self._environment = environment
-        self._idle = idle
+        self._idle_reader = idle_reader
         self._queue = Queue()
         self._lock = threading.Lock()
         self._kernel: Kernel | None = None
-        self._ended = False
+        self._has_ended = False
 
     def describe(self) -> dict[str, str]:
         return {"id": self.id, "language": self.language, "cwd": self.cwd}
@@ -128,7 +133,7 @@ class Context:
             try:
                 response.end()
             finally:
-                self._idle.watch(kernel)
+                self._idle_reader.watch(kernel)
 
     def start(self) -> None:
         """Start the kernel and run an empty cell, which loads everything that cells need."""
@@ -143,7 +148,7 @@ class Context:
 
     def end(self) -> None:
         with self._lock:
-            self._ended = True
+            self._has_ended = True
         self._terminate_kernel("the context was removed")
 
     def _terminate_kernel(self, reason: str) -> None:
@@ -160,8 +165,8 @@ class Context:
     def _ensure_kernel(self) -> Kernel:
         """Return the running kernel. Start one if there is none."""
         with self._lock:
-            if self._ended:
-                raise _not_found_error(self.id)
+            if self._has_ended:
+                raise _make_not_found_error(self.id)
             if self._kernel is not None and not self._kernel.is_closed:
                 return self._kernel
         language = LANGUAGES[self.language]()
@@ -170,9 +175,9 @@ class Context:
         if startup_cell:
             self._run_quietly(kernel, startup_cell)
         with self._lock:
-            if self._ended:
+            if self._has_ended:
                 kernel.terminate("the context was removed")
-                raise _not_found_error(self.id)
+                raise _make_not_found_error(self.id)
             self._kernel = kernel
         return kernel
 
@@ -182,7 +187,7 @@ class Context:
         except KernelEnded as error:
             self._forget_kernel(kernel)
             raise Failure("unavailable", f"the {self.language} kernel did not start: {error.value}") from None
-        self._idle.watch(kernel)
+        self._idle_reader.watch(kernel)
 
 
 class Queue:
@@ -255,11 +260,11 @@ def _wait_for_turn(reader: int, response: CellResponse) -> bool:
 def _check_language(language: str) -> str:
     language = language.lower()
     if language not in LANGUAGES:
-        raise invalid(f"the language {language!r} is not available: use {' or '.join(LANGUAGES)}")
+        raise invalid_argument(f"the language {language!r} is not available: use {' or '.join(LANGUAGES)}")
     return language
 
 
-def _not_found_error(context_id: str) -> Failure:
+def _make_not_found_error(context_id: str) -> Failure:
     return Failure("not_found", f"context {context_id} not found")
 
 

@@ -1,7 +1,7 @@
 """Discard the output of kernels between cells, such as the output of background threads and servers.
 
 Otherwise, a full pipe would block the writers. While a cell runs, its own thread reads the output. The first output of
-a cell wakes the IdleReader once; it then ignores the pipe until the next call of ``watch``.
+a cell wakes the IdleReader once; it then ignores the pipe until the next call to ``watch``.
 """
 
 from __future__ import annotations

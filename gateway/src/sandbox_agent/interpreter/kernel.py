@@ -75,15 +75,15 @@ class Kernel:
         self._loop: Any = None
         self._lock = _thread.allocate_lock()
         self._main_thread = _thread.get_ident()
-        self._running = False
+        self._is_running = False
         self._is_forked_child = False
         # While armed, an interrupt ends the user's code. It must never end the kernel's own code.
-        self._armed = False
-        self._signals = 0
+        self._is_armed = False
+        self._signal_count = 0
         self._signalled_at = 0.0
-        self._foreign_signals = 0
-        self._sending = False
-        self._interrupted = False
+        self._foreign_signal_count = 0
+        self._is_sending = False
+        self._was_interrupted = False
 
     def serve(self) -> None:
         """Run cells until the agent hangs up."""
@@ -99,32 +99,32 @@ class Kernel:
     def _run_cell(self, request: dict[str, Any]) -> None:
         lines: list[bytes] = []
         previous_env = {name: os.environ.get(name) for name in request["env"]}
-        self._interrupted = False
-        self._running = True
+        self._was_interrupted = False
+        self._is_running = True
         try:
             try:
                 for name, value in [*request["changes"].items(), *request["env"].items()]:
                     _set_variable(name, value)
                 self._await_interrupts(request["interrupts"])
-                self._armed = True
+                self._is_armed = True
                 if (
-                    self._signals - self._foreign_signals > request["interrupts"]
+                    self._signal_count - self._foreign_signal_count > request["interrupts"]
                     and self._signalled_at >= request["sent"]
                 ):
                     raise KeyboardInterrupt
-                self._foreign_signals = self._signals - request["interrupts"]
+                self._foreign_signal_count = self._signal_count - request["interrupts"]
                 self._run(request, lines)
             finally:
-                self._armed = False
+                self._is_armed = False
         except BaseException as error:
-            self._armed = False  # an interrupt may have arrived before the line above
+            self._is_armed = False  # an interrupt may have arrived before the line above
             lines.append(_encode_event(_describe_error(error)))
         if self._is_forked_child:
             _exit_child(lines)
         for name, value in previous_env.items():
             _set_variable(name, value)
         with self._lock:
-            self._running = False
+            self._is_running = False
             try:
                 self._send(*[(EVENT, line) for line in lines], (DONE, b"%d" % request["count"]))
             except OSError:
@@ -133,7 +133,7 @@ class Kernel:
     def _await_interrupts(self, count: int) -> None:
         """Wait for all ``count`` interrupts of earlier cells, so that none of them interrupts this cell."""
         for _ in range(_INTERRUPT_WAIT_MS):
-            if self._signals - self._foreign_signals >= count:
+            if self._signal_count - self._foreign_signal_count >= count:
                 return
             time.sleep(0.001)
 
@@ -207,26 +207,26 @@ class Kernel:
         _flush()
         line = _encode_event(event)
         is_main_thread = _thread.get_ident() == self._main_thread
-        self._sending = self._sending or is_main_thread
+        self._is_sending = self._is_sending or is_main_thread
         try:
             with self._lock:
-                if self._running:
+                if self._is_running:
                     self._send((SYNC, line))
                     if self._receive() is None:
                         os._exit(0)
         finally:
             if is_main_thread:
-                self._sending = False
-        if is_main_thread and self._interrupted:
-            self._interrupted = False
+                self._is_sending = False
+        if is_main_thread and self._was_interrupted:
+            self._was_interrupted = False
             raise KeyboardInterrupt
 
     def handle_interrupt(self, number: int, frame: FrameType | None) -> None:
-        self._signals += 1
+        self._signal_count += 1
         self._signalled_at = time.monotonic()
-        if self._armed and self._sending:
-            self._interrupted = True
-        elif self._armed:
+        if self._is_armed and self._is_sending:
+            self._was_interrupted = True
+        elif self._is_armed:
             raise KeyboardInterrupt
 
     def handle_fork(self) -> None:

@@ -55,7 +55,7 @@ class Kernel:
         self._language = language
         self._env = env
         self._lock = threading.Lock()
-        self._busy = False
+        self._is_busy = False
         self._termination_reason = ""
         self._closed = False
         agent_end, kernel_end = socket.socketpair()
@@ -86,7 +86,7 @@ class Kernel:
             if not self._closed:
                 self._termination_reason = self._termination_reason or reason
                 self._kill()
-                if not self._busy:
+                if not self._is_busy:
                     self._close()
 
     def drain(self, fd: int) -> bool:
@@ -95,7 +95,7 @@ class Kernel:
         If a cell is running, reads nothing and returns False.
         """
         with self._lock:
-            return not self._busy and not self._closed and child.read_some(fd) != b""
+            return not self._is_busy and not self._closed and child.read_some(fd) != b""
 
     # -- a cell ------------------------------------------------------------------------------------------------------
 
@@ -107,14 +107,14 @@ class Kernel:
         with self._lock:
             if self._termination_reason:
                 raise KernelEnded(KERNEL_DIED, self._termination_reason)
-            self._busy = True
+            self._is_busy = True
         has_completed = False
         try:
             _CellRun(self, cell, response, seconds).run()
             has_completed = True
         finally:
             with self._lock:
-                self._busy = False
+                self._is_busy = False
                 if not has_completed or self._termination_reason:
                     self._kill()
                     self._close()
@@ -145,7 +145,9 @@ class Kernel:
             exit_code = self._process.wait()
         if self._termination_reason:
             return self._termination_reason
-        outcome = f"ended with exit code {exit_code}" if exit_code >= 0 else f"was killed by {_signal_name(-exit_code)}"
+        outcome = (
+            f"ended with exit code {exit_code}" if exit_code >= 0 else f"was killed by {_get_signal_name(-exit_code)}"
+        )
         return (
             f"the {self._language.name} kernel {outcome}: its variables are lost, and the next execution starts "
             "a new kernel"
@@ -178,8 +180,8 @@ class _CellRun:
         self._deadline = None if seconds is None else time.monotonic() + seconds
         self._send_head_at: float | None = time.monotonic() + _HEAD_DELAY_SECONDS
         self._kill_at: float | None = None
-        self._overdue = False
-        self._client_gone = False
+        self._is_overdue = False
+        self._is_client_gone = False
         self._status: int | None = None
         self._channel = kernel._channel
         self._channel_fd = kernel._channel.fileno()
@@ -187,7 +189,7 @@ class _CellRun:
         self._decoders: dict[int, Any] = {}
         self._language = kernel._language
         self._has_begun = not self._language.reports_begin
-        self._unsent = memoryview(self._language.encode_cell(cell, kernel.count))
+        self._unsent_data = memoryview(self._language.encode_cell(cell, kernel.count))
         self._poll = select.poll()
         # Register the channel before the pipes: if only the channel is ready, the pipes were empty at that time.
         self._poll.register(self._channel, select.POLLIN)
@@ -202,14 +204,14 @@ class _CellRun:
     def run(self) -> None:
         self._write_channel()
         while self._status is None:
-            ready_events = dict(self._poll.poll(self._milliseconds_until_due()))
+            ready_events = dict(self._poll.poll(self._compute_poll_timeout_ms()))
             if self._client_fd in ready_events:
                 self._check_client()
             self._check_deadlines()
             has_frames, has_ended = self._channel_fd in ready_events, self._exit_fd in ready_events
             for fd in list(self._open_outputs):
                 if fd in ready_events:
-                    self._forward_output(fd, empty=has_frames or has_ended)
+                    self._forward_output(fd, until_empty=has_frames or has_ended)
             if has_frames:
                 has_ended = self._read_channel(ready_events[self._channel_fd]) or has_ended
             if self._status is None:
@@ -217,9 +219,9 @@ class _CellRun:
                     self._read_last_output()
                 self._flush_response()
         for fd in self._decoders:
-            self._handle_text(fd, b"", final=True)
+            self._handle_text(fd, b"", is_final=True)
 
-    def _milliseconds_until_due(self) -> float | None:
+    def _compute_poll_timeout_ms(self) -> float | None:
         """Return the milliseconds until the next deadline; None if there is none."""
         due_times = [due for due in (self._deadline, self._send_head_at, self._kill_at) if due is not None]
         return max(0.0, min(due_times) - time.monotonic()) * 1000 + 1 if due_times else None
@@ -228,17 +230,17 @@ class _CellRun:
         now = time.monotonic()
         if self._send_head_at is not None and now >= self._send_head_at:
             self._send_head_at = None
-            if not self._client_gone:
+            if not self._is_client_gone:
                 self._send_to_client(self._response.begin)
         if self._deadline is not None and now >= self._deadline:
             self._deadline = None
-            self._overdue = True
+            self._is_overdue = True
             self._interrupt()
         if self._kill_at is not None and now >= self._kill_at:
             self._kill_at = None
             problem = (
                 f"the code ran longer than {self._seconds:g} s and did not end"
-                if self._overdue
+                if self._is_overdue
                 else "the code did not end"
             )
             self._kernel.terminate(
@@ -252,8 +254,8 @@ class _CellRun:
             self._handle_hangup()
 
     def _handle_hangup(self) -> None:
-        if not self._client_gone:
-            self._client_gone = True
+        if not self._is_client_gone:
+            self._is_client_gone = True
             self._interrupt()
 
     def _interrupt(self) -> None:
@@ -264,15 +266,15 @@ class _CellRun:
 
     def _interrupt_now(self) -> None:
         self._kernel.interrupt()
-        self._unsent = memoryview(bytes(self._unsent) + self._language.handle_interrupt())
+        self._unsent_data = memoryview(bytes(self._unsent_data) + self._language.handle_interrupt())
         self._write_channel()
 
     # -- from the kernel ---------------------------------------------------------------------------------------------
 
-    def _forward_output(self, fd: int, *, empty: bool) -> None:
+    def _forward_output(self, fd: int, *, until_empty: bool) -> None:
         """Forward a piece of the output.
 
-        ``empty``: whether to forward everything in the pipe, up to its maximum capacity.
+        ``until_empty``: whether to forward everything in the pipe, up to its maximum capacity.
         """
         forwarded_byte_count = 0
         while forwarded_byte_count < _MAX_PIPE_BYTES:
@@ -286,15 +288,15 @@ class _CellRun:
             self._handle_text(fd, data)
             self._flush_response(limit=child.PIECE_SIZE)
             forwarded_byte_count += len(data)
-            if not empty or len(data) < child.PIECE_SIZE:
+            if not until_empty or len(data) < child.PIECE_SIZE:
                 return
 
-    def _handle_text(self, fd: int, data: bytes, *, final: bool = False) -> None:
+    def _handle_text(self, fd: int, data: bytes, *, is_final: bool = False) -> None:
         decoder = self._decoders.get(fd)
         if decoder is None:
             decoder = self._decoders[fd] = codecs.getincrementaldecoder("utf-8")("replace")
-        text = decoder.decode(data, final)
-        if text and not self._client_gone:
+        text = decoder.decode(data, is_final)
+        if text and not self._is_client_gone:
             self._response.handle_text(self._kernel.outputs[fd], text)
 
     def _read_channel(self, events: int) -> bool:
@@ -315,7 +317,7 @@ class _CellRun:
         for kind, content in self._language.parse(data):
             if kind == "done":
                 for fd in list(self._open_outputs) if has_just_begun else ():
-                    self._forward_output(fd, empty=True)  # the pipes may have filled since the poll
+                    self._forward_output(fd, until_empty=True)  # the pipes may have filled since the poll
                 self._finish(content)
                 return False
             if kind == "broken":
@@ -325,19 +327,19 @@ class _CellRun:
                     self._interrupt_now()
                 self._has_begun = has_just_begun = True
                 continue
-            if self._unsent or not self._handle_event(content):
+            if self._unsent_data or not self._handle_event(content):
                 return self._kill_broken_kernel()
             if kind == "sync":
                 self._flush_response()
-                self._unsent = memoryview(self._language.encode_acknowledgement())
+                self._unsent_data = memoryview(self._language.encode_acknowledgement())
                 self._write_channel()
         return False
 
     def _handle_event(self, line: bytes) -> bool:
         """Forward an event. Returns False if ``line`` is not an event."""
-        if self._client_gone:
+        if self._is_client_gone:
             return True
-        is_event = self._response.handle_event(line, self._format_timeout_message() if self._overdue else "")
+        is_event = self._response.handle_event(line, self._format_timeout_message() if self._is_overdue else "")
         self._flush_response(limit=child.PIECE_SIZE)
         return is_event
 
@@ -349,9 +351,9 @@ class _CellRun:
 
     def _finish(self, status: bytes) -> None:
         self._status = int(status)
-        if self._overdue and not self._response.has_failed:
+        if self._is_overdue and not self._response.has_failed:
             self._response.handle_error("TimeoutError", self._format_timeout_message())
-        elif self._status and not self._overdue:
+        elif self._status and not self._is_overdue:
             self._response.handle_error("ExitError", f"exit code {self._status}")
 
     def _format_timeout_message(self) -> str:
@@ -364,34 +366,34 @@ class _CellRun:
         """
         description = self._kernel.describe_end()
         for fd in list(self._open_outputs):
-            self._forward_output(fd, empty=True)
+            self._forward_output(fd, until_empty=True)
         while self._status is None and _is_readable(self._channel_fd, 0):
             if self._read_channel(select.POLLIN):
                 break
         if self._status is None:
-            raise KernelEnded("TimeoutError" if self._overdue else KERNEL_DIED, description)
+            raise KernelEnded("TimeoutError" if self._is_overdue else KERNEL_DIED, description)
 
     # -- to the kernel and the client --------------------------------------------------------------------------------
 
     def _write_channel(self) -> None:
         try:
-            while self._unsent:
-                self._unsent = self._unsent[self._channel.send(self._unsent) :]
+            while self._unsent_data:
+                self._unsent_data = self._unsent_data[self._channel.send(self._unsent_data) :]
         except BlockingIOError:
             pass
         except OSError:
-            self._unsent = memoryview(b"")  # the kernel has ended; the poll reports that
-        self._poll.modify(self._channel, select.POLLIN | (select.POLLOUT if self._unsent else 0))
+            self._unsent_data = memoryview(b"")  # the kernel has ended; the poll reports that
+        self._poll.modify(self._channel, select.POLLIN | (select.POLLOUT if self._unsent_data else 0))
 
     def _flush_response(self, limit: int = 0) -> None:
         """Send the pending bytes of the response if there are more than ``limit``."""
-        if self._response.pending > limit:
+        if self._response.pending_byte_count > limit:
             self._send_head_at = None
             self._send_to_client(self._response.flush)
 
     def _send_to_client(self, send: Any) -> None:
         try:
-            if not self._client_gone:
+            if not self._is_client_gone:
                 send()
         except ConnectionLost:
             self._handle_hangup()
@@ -402,13 +404,13 @@ def _spawn(
 ) -> subprocess.Popen[bytes]:
     """Start the first of the language's programs that can be run."""
     env = {**child.build_environment(user, env), **language.environment()}
-    *preferred, fallback = language.programs()
-    for argv in preferred:
+    *preferred_programs, fallback_program = language.programs()
+    for argv in preferred_programs:
         try:
             return child.spawn(argv, user=user, env=env, cwd=cwd, stdin=channel, stdout=stdout, stderr=stderr)
         except child.StartFailure:
             continue
-    return child.spawn(fallback, user=user, env=env, cwd=cwd, stdin=channel, stdout=stdout, stderr=stderr)
+    return child.spawn(fallback_program, user=user, env=env, cwd=cwd, stdin=channel, stdout=stdout, stderr=stderr)
 
 
 def _is_readable(fd: int, milliseconds: float) -> bool:
@@ -417,7 +419,7 @@ def _is_readable(fd: int, milliseconds: float) -> bool:
     return bool(poll.poll(milliseconds))
 
 
-def _signal_name(number: int) -> str:
+def _get_signal_name(number: int) -> str:
     try:
         return signal.Signals(number).name
     except ValueError:

@@ -8,7 +8,7 @@ import string
 import sys
 import time
 
-from sandbox_agent.failure import invalid
+from sandbox_agent.failure import invalid_argument
 from sandbox_agent.interpreter.kernel_protocol import (
     AGENT_FRAME_HEAD,
     DONE,
@@ -89,9 +89,9 @@ class Python(Language):
     name = "Python"
 
     def __init__(self) -> None:
-        self._received = bytearray()
+        self._received_data = bytearray()
         self._number = b""
-        self._interrupts = 0
+        self._interrupt_count = 0
 
     def programs(self) -> list[list[str]]:
         import_directory = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
@@ -107,13 +107,13 @@ class Python(Language):
             "env": cell.env,
             "plain": cell.plain,
             "sent": time.monotonic(),
-            "interrupts": self._interrupts,
+            "interrupts": self._interrupt_count,
         }
         data = json.dumps(request).encode()
         return AGENT_FRAME_HEAD.pack(len(data)) + data
 
     def parse(self, data: bytes) -> Iterator[tuple[str, bytes]]:
-        buffer = self._received
+        buffer = self._received_data
         buffer += data
         while len(buffer) >= KERNEL_FRAME_HEAD.size:
             letter, size = KERNEL_FRAME_HEAD.unpack_from(buffer)
@@ -133,7 +133,7 @@ class Python(Language):
         return AGENT_FRAME_HEAD.pack(0)
 
     def handle_interrupt(self) -> bytes:
-        self._interrupts += 1
+        self._interrupt_count += 1
         return b""
 
 
@@ -148,7 +148,7 @@ class Shell(Language):
     reports_begin = True  # an earlier interrupt would drop half of a line, and the shell would run the other half
 
     def __init__(self) -> None:
-        self._received = b""
+        self._received_data = b""
         self._number = 0
         self._restore_commands = ""
         self._status = b""
@@ -170,14 +170,14 @@ class Shell(Language):
     def check_cell(self, cell: Cell) -> None:
         for name in cell.env:
             if not _is_variable_name(name):
-                raise invalid(
+                raise invalid_argument(
                     f"{name!r} is not a valid shell variable name: use letters, digits and _, and do not "
                     "start with a digit"
                 )
 
     def encode_cell(self, cell: Cell, count: int) -> bytes:
         self._number += 1
-        self._received = b""
+        self._received_data = b""
         setup, teardown = [], []
         for name, value in cell.changes.items():
             if _is_variable_name(name):
@@ -210,8 +210,8 @@ class Shell(Language):
         return _encode(f"\n{{ _agent_status=$?; {self._restore_commands}{status_command}; }} 2>/dev/null\n")
 
     def parse(self, data: bytes) -> Iterator[tuple[str, bytes]]:
-        *lines, self._received = (self._received + data).split(b"\n")
-        if len(self._received) > _MAX_STATUS_BYTES:
+        *lines, self._received_data = (self._received_data + data).split(b"\n")
+        if len(self._received_data) > _MAX_STATUS_BYTES:
             yield "broken", b""
         for line in lines:
             mark, _, status = line.partition(b" ")

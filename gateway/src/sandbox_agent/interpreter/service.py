@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from sandbox_agent.failure import invalid
+from sandbox_agent.failure import invalid_argument
 from sandbox_agent.http.message import get_number, get_text, get_variables
 from sandbox_agent.interpreter.answers import LineResponse, ValueResponse
 from sandbox_agent.interpreter.contexts import Context, Contexts
@@ -70,7 +70,7 @@ class Interpreter:
 
     def restart(self, request: Request, reply: Reply) -> None:
         """Restart a context, and return its ``{id, language, cwd}``. A running cell ends with an error."""
-        context = self._context_of(request)
+        context = self._find_context(request)
         context.restart()
         reply.json(context.describe())
 
@@ -79,18 +79,18 @@ class Interpreter:
 
         A template that is captured afterwards contains the running kernel.
         """
-        context = self._context_of(request)
+        context = self._find_context(request)
         context.start()
         reply.json(context.describe())
 
-    def _context_of(self, request: Request) -> Context:
+    def _find_context(self, request: Request) -> Context:
         request.json()  # raises Failure if the body is invalid; it has no fields
         return self._contexts.find(request.parameter)
 
 
 def _get_code(message: dict[str, Any]) -> str:
     if not isinstance(message.get("code"), str):
-        raise invalid("the field 'code' must be a string")
+        raise invalid_argument("the field 'code' must be a string")
     return get_text(message, "code")
 
 

@@ -15,7 +15,7 @@ import threading
 import time
 from contextlib import suppress
 
-from sandbox_agent.failure import Failure, invalid
+from sandbox_agent.failure import Failure, invalid_argument
 from sandbox_agent.http.message import get_bytes, get_number, get_variables
 from sandbox_agent.http.wire import ConnectionLost, parse_object
 from sandbox_agent.machine import system
@@ -92,7 +92,7 @@ class Identity:
     def guard(self, request: Request) -> None:
         """Raise Failure if an access token is set and the request does not carry it.
 
-        Waits until a change of the identity is complete.
+        First waits until any change of the identity is complete.
         """
         with self._lock:
             pass
@@ -229,7 +229,9 @@ class Identity:
         entropy = get_bytes(message, "entropy")
         if entropy:
             if not MIN_ENTROPY_BYTES <= len(entropy) <= MAX_ENTROPY_BYTES:
-                raise invalid(f"the field 'entropy' must be {MIN_ENTROPY_BYTES} to {MAX_ENTROPY_BYTES} bytes long")
+                raise invalid_argument(
+                    f"the field 'entropy' must be {MIN_ENTROPY_BYTES} to {MAX_ENTROPY_BYTES} bytes long"
+                )
             steps.append(("entropy", lambda: system.add_entropy(entropy)))
         current_time = get_number(message, "time", default=0, maximum=1 << 33)
         if current_time:
@@ -241,7 +243,7 @@ class Identity:
         machine_id = _check_text(message, "machineID", string.hexdigits, 32)
         if machine_id:
             if len(machine_id) != 32:
-                raise invalid("the field 'machineID' must consist of 32 hexadecimal digits")
+                raise invalid_argument("the field 'machineID' must consist of 32 hexadecimal digits")
             steps.append(("machine-id", lambda: self._write_file("machine-id", machine_id.lower() + "\n")))
         resolvers = _check_addresses(message.get("dns"))
         if resolvers:
@@ -322,10 +324,10 @@ def _derive_code_token(token: bytes) -> bytes:
     return sha256(b"code " + token).hexdigest().encode()
 
 
-def _is_equal(expected: bytes, token: str) -> bool:
+def _is_equal(expected_token: bytes, token: str) -> bool:
     from hmac import compare_digest
 
-    return compare_digest(expected, token.encode("latin-1"))
+    return compare_digest(expected_token, token.encode("latin-1"))
 
 
 def _check_text(message: dict[str, Any], key: str, alphabet: str, max_length: int) -> str:
@@ -333,7 +335,7 @@ def _check_text(message: dict[str, Any], key: str, alphabet: str, max_length: in
     if value is None:
         return ""
     if not isinstance(value, str) or len(value) > max_length or not set(value) <= set(alphabet):
-        raise invalid(f"the field '{key}' is not valid: use at most {max_length} characters from {alphabet!r}")
+        raise invalid_argument(f"the field '{key}' is not valid: use at most {max_length} characters from {alphabet!r}")
     return value
 
 
@@ -341,7 +343,7 @@ def _check_addresses(value: Any) -> list[str]:
     if value is None:
         return []
     if not isinstance(value, list):
-        raise invalid("the field 'dns' must be a list of IP addresses")
+        raise invalid_argument("the field 'dns' must be a list of IP addresses")
     for address in value:
         for family in (socket.AF_INET, socket.AF_INET6):
             try:
@@ -350,5 +352,5 @@ def _check_addresses(value: Any) -> list[str]:
             except (OSError, TypeError, ValueError):
                 continue
         else:
-            raise invalid(f"the field 'dns' contains {address!r}, which is not an IP address")
+            raise invalid_argument(f"the field 'dns' contains {address!r}, which is not an IP address")
     return value

@@ -14,7 +14,7 @@ import signal
 import threading
 import time
 
-from sandbox_agent.failure import Failure, from_os_error, invalid
+from sandbox_agent.failure import Failure, from_os_error, invalid_argument
 from sandbox_agent.http.message import get_text
 
 TYPE_CHECKING = False
@@ -57,27 +57,27 @@ def handle(request: Request, reply: Reply, *, managed: bool) -> None:
             "failed_precondition", "the agent does not manage this machine: start the agent without --unmanaged"
         )
     with _lock:
-        mounted, unmounted = _reconcile(desired_mounts)
-    reply.json({"mounted": mounted, "unmounted": unmounted})
+        mounted_paths, unmounted_paths = _reconcile(desired_mounts)
+    reply.json({"mounted": mounted_paths, "unmounted": unmounted_paths})
 
 
 def _parse_mounts(message: dict[str, Any]) -> list[Mount]:
     items = message.get("mounts")
     if not isinstance(items, list) or not all(isinstance(item, dict) for item in items):
-        raise invalid("the field 'mounts' must be a list of JSON objects")
+        raise invalid_argument("the field 'mounts' must be a list of JSON objects")
     desired_mounts: list[Mount] = []
     for item in items:
         mount: Mount = {key: get_text(item, key) for key in _TEXT_FIELDS}
         mount["readOnly"] = bool(item.get("readOnly"))
         path = mount["path"]
         if not path.startswith("/") or path == "/" or os.path.normpath(path) != path:
-            raise invalid(
+            raise invalid_argument(
                 f"cannot mount on {path!r}: use an absolute path other than '/', without '..', '//' or a trailing slash"
             )
         if not mount["source"] or not mount["type"]:
-            raise invalid(f"the mount on {path} needs both a source and a type")
+            raise invalid_argument(f"the mount on {path} needs both a source and a type")
         if any(path == other["path"] for other in desired_mounts):
-            raise invalid(f"the path {path} is listed twice: list each mount point once")
+            raise invalid_argument(f"the path {path} is listed twice: list each mount point once")
         desired_mounts.append(mount)
     return desired_mounts
 
@@ -89,7 +89,7 @@ def _reconcile(desired_mounts: list[Mount]) -> tuple[list[str], list[str]]:
     """
     existing_mounts = [mount for mount in _load_mounts() if _is_mounted(mount)]
     obsolete_mounts = sorted(
-        (mount for mount in existing_mounts if mount not in desired_mounts), key=_depth_of, reverse=True
+        (mount for mount in existing_mounts if mount not in desired_mounts), key=_get_depth, reverse=True
     )
     new_mounts = [mount for mount in desired_mounts if mount not in existing_mounts]
     for mount in obsolete_mounts:
@@ -111,7 +111,7 @@ def _reconcile(desired_mounts: list[Mount]) -> tuple[list[str], list[str]]:
     return [mount["path"] for mount in new_mounts], [mount["path"] for mount in obsolete_mounts]
 
 
-def _depth_of(mount: Mount) -> int:
+def _get_depth(mount: Mount) -> int:
     depth: int = mount["path"].count("/")
     return depth
 
@@ -120,11 +120,11 @@ def _mount(mount: Mount, deadline: float) -> None:
     path = mount["path"]
     real_path = os.path.realpath(path)
     if real_path != path:
-        raise invalid(f"the path {path} contains a symbolic link: use {real_path} instead")
+        raise invalid_argument(f"the path {path} contains a symbolic link: use {real_path} instead")
     try:
         os.makedirs(path, mode=0o755, exist_ok=True)
     except (FileExistsError, NotADirectoryError):
-        raise invalid(f"cannot mount on {path}: the path or one of its parents is not a directory") from None
+        raise invalid_argument(f"cannot mount on {path}: the path or one of its parents is not a directory") from None
     except OSError as error:
         raise from_os_error(error, path) from None
     flags = _MS_NOSUID | _MS_NODEV | (_MS_RDONLY if mount["readOnly"] else 0)

@@ -7,7 +7,7 @@ import grp
 import os
 import pwd
 
-from sandbox_agent.failure import Failure, invalid
+from sandbox_agent.failure import Failure, invalid_argument
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -25,7 +25,7 @@ class User:
     def resolve_path(self, path: str) -> str:
         """Return ``path`` as an absolute path. Relative paths, "" and ``~`` refer to the user's home directory."""
         if "\0" in path:
-            raise invalid("a path cannot contain a NUL character")
+            raise invalid_argument("a path cannot contain a NUL character")
         require_encodable(path)
         if path == "~" or path.startswith("~/"):
             path = path[2:]
@@ -64,7 +64,7 @@ def require_encodable(*texts: str) -> None:
         for text in texts:
             os.fsencode(text)
     except UnicodeEncodeError:
-        raise invalid("a name or an argument contains an unpaired surrogate: remove it") from None
+        raise invalid_argument("a name or an argument contains an unpaired surrogate: remove it") from None
 
 
 def find_user(name: str) -> User:
@@ -77,7 +77,7 @@ def find_user(name: str) -> User:
         raise Failure("unauthenticated", f"the user {name!r} does not exist in this sandbox") from None
 
 
-def user_of(request: Request) -> User:
+def find_request_user(request: Request) -> User:
     """Return the user named by ``Authorization: Basic base64("user:")``."""
     return find_user(_parse_basic(request.headers.get("authorization", "")))
 
@@ -94,14 +94,14 @@ def _parse_basic(header: str) -> str:
         ) from None
 
 
-def user_name(uid: int) -> str:
+def find_user_name(uid: int) -> str:
     try:
         return pwd.getpwuid(uid).pw_name
     except KeyError:
         return str(uid)
 
 
-def group_name(gid: int) -> str:
+def find_group_name(gid: int) -> str:
     try:
         return grp.getgrgid(gid).gr_name
     except KeyError:

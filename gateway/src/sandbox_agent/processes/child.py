@@ -11,7 +11,7 @@ import subprocess
 import termios
 import threading
 
-from sandbox_agent.failure import Failure, from_os_error, invalid
+from sandbox_agent.failure import Failure, from_os_error, invalid_argument
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -66,7 +66,7 @@ def spawn(
     directory = user.resolve_path(cwd)
     if not os.path.isdir(directory):
         if cwd:
-            raise invalid(f"the working directory {directory} does not exist: create it first")
+            raise invalid_argument(f"the working directory {directory} does not exist: create it first")
         directory = "/"
     try:
         return subprocess.Popen(
@@ -119,7 +119,7 @@ def resize_terminal(fd: int, cols: int, rows: int) -> None:
     try:
         fcntl.ioctl(fd, termios.TIOCSWINSZ, struct.pack("HHHH", rows, cols, 0, 0))
     except struct.error:
-        raise invalid(
+        raise invalid_argument(
             f"the terminal size of {cols} columns and {rows} rows is not valid: use values between 0 and 65535"
         ) from None
 

@@ -9,7 +9,7 @@ import subprocess
 import threading
 import time
 
-from sandbox_agent.failure import invalid
+from sandbox_agent.failure import invalid_argument
 from sandbox_agent.http.message import get_bytes, get_number, get_strings, get_text, get_variables
 from sandbox_agent.machine import users
 from sandbox_agent.processes import child
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from sandbox_agent.http.wire import Reply, Request
 
 MAX_OUTPUT_BYTES = 16 << 20
-"""Maximum number of bytes to return of stdout and of stderr. The rest is discarded."""
+"""Maximum number of bytes to return from stdout, and from stderr. The rest is discarded."""
 DEFAULT_TIMEOUT_SECONDS = 60.0
 
 
@@ -40,8 +40,8 @@ class ExecHandler:
         message = request.json()
         argv = get_strings(message, "args")
         if not argv or not argv[0]:
-            raise invalid("the field 'args' must contain a command")
-        user = users.find_user(get_text(message, "user")) if message.get("user") else users.user_of(request)
+            raise invalid_argument("the field 'args' must contain a command")
+        user = users.find_user(get_text(message, "user")) if message.get("user") else users.find_request_user(request)
         env = child.build_environment(user, self._default_env(), get_variables(message, "env"))
         command_run = CommandRun(
             get_bytes(message, "stdin"), get_number(message, "timeout", default=DEFAULT_TIMEOUT_SECONDS, maximum=1e6)
@@ -56,8 +56,8 @@ class ExecHandler:
                 "exitCode": exit_code,
                 "stdout": _encode(command_run.output[0]),
                 "stderr": _encode(command_run.output[1]),
-                "timedOut": command_run.timed_out,
-                "truncated": command_run.truncated,
+                "timedOut": command_run.has_timed_out,
+                "truncated": command_run.is_truncated,
             }
         )
 
@@ -67,8 +67,8 @@ class CommandRun:
 
     def __init__(self, stdin: bytes, seconds: float) -> None:
         self.output: list[list[bytes]] = [[], []]
-        self.timed_out = False
-        self.truncated = False
+        self.has_timed_out = False
+        self.is_truncated = False
         self._sizes = [0, 0]
         self._stdin = memoryview(stdin)
         self._deadline = time.monotonic() + seconds
@@ -106,10 +106,10 @@ class CommandRun:
             poll.register(stdin_fd, select.POLLOUT)
         while True:
             remaining_seconds = self._deadline - time.monotonic()
-            if remaining_seconds <= 0 and not self.timed_out:
-                self.timed_out = True
+            if remaining_seconds <= 0 and not self.has_timed_out:
+                self.has_timed_out = True
                 child.kill_group(process)
-            ready_fds = [fd for fd, _ in poll.poll(None if self.timed_out else remaining_seconds * 1000 + 1)]
+            ready_fds = [fd for fd, _ in poll.poll(None if self.has_timed_out else remaining_seconds * 1000 + 1)]
             for fd in ready_fds:
                 if fd == stdin_fd:
                     self._write_stdin(process, poll)
@@ -141,7 +141,7 @@ class CommandRun:
     def _append(self, stream: int, data: bytes) -> None:
         free_bytes = MAX_OUTPUT_BYTES - self._sizes[stream]
         if len(data) > free_bytes:
-            self.truncated = True
+            self.is_truncated = True
             data = data[:free_bytes]
         self._sizes[stream] += len(data)
         self.output[stream].append(data)

@@ -25,7 +25,7 @@ class Output:
     """
 
     def __init__(self) -> None:
-        self._changed = threading.Condition()
+        self._change_condition = threading.Condition()
         self._chunks: deque[Chunk] = deque()
         self._size = 0
         self._first_position = 0
@@ -34,24 +34,24 @@ class Output:
 
     def wait_for_room(self, timeout: float | None) -> bool:
         """Wait until there is room for more output. Returns False if there is none after ``timeout`` seconds."""
-        with self._changed:
-            return self._changed.wait_for(self._has_room, timeout)
+        with self._change_condition:
+            return self._change_condition.wait_for(self._has_room, timeout)
 
     def put(self, kind: str, data: bytes) -> None:
-        with self._changed:
+        with self._change_condition:
             self._chunks.append((kind, data))
             self._size += len(data) + _OVERHEAD_BYTES
             self._trim()
-            self._changed.notify_all()
+            self._change_condition.notify_all()
 
     def end(self, end_event: dict[str, object]) -> None:
-        with self._changed:
+        with self._change_condition:
             self.end_event = end_event
-            self._changed.notify_all()
+            self._change_condition.notify_all()
 
     def follow(self) -> Follower:
         """Return a new follower, which starts at the beginning of the tail."""
-        with self._changed:
+        with self._change_condition:
             follower = Follower(self, self._first_position)
             self._followers.add(follower)
             return follower
@@ -80,7 +80,7 @@ class Follower:
         """Wait at most ``timeout`` seconds for new chunks. Returns them, and the end event if they are the last."""
         output = self._output
         deadline = None if timeout is None else time.monotonic() + timeout
-        with output._changed:
+        with output._change_condition:
             while True:
                 start = self.position - output._first_position
                 chunks = list(islice(output._chunks, start, None))
@@ -89,14 +89,14 @@ class Follower:
                 remaining_seconds = None if deadline is None else deadline - time.monotonic()
                 if remaining_seconds is not None and remaining_seconds <= 0:
                     break
-                output._changed.wait(remaining_seconds)
+                output._change_condition.wait(remaining_seconds)
             self.position += len(chunks)
             output._trim()
-            output._changed.notify_all()
+            output._change_condition.notify_all()
             return chunks, output.end_event
 
     def close(self) -> None:
-        with self._output._changed:
+        with self._output._change_condition:
             self._output._followers.discard(self)
             self._output._trim()
-            self._output._changed.notify_all()
+            self._output._change_condition.notify_all()

@@ -32,7 +32,7 @@ _TURN_MS = 200
 class Process:
     """A process that is running or has ended.
 
-    ``config``: the command in the client's request; ``overdue``: whether the process was killed at its deadline.
+    ``config``: the command in the client's request; ``is_overdue``: whether the process was killed at its deadline.
     """
 
     def __init__(
@@ -57,9 +57,9 @@ class Process:
         self.config = config
         self.output = Output()
         self.ended_at = 0.0
-        self.overdue = False
+        self.is_overdue = False
         self._deadline = deadline
-        self._terminal = size is not None
+        self._has_terminal = size is not None
         self._input_lock = threading.Lock()
         self._state_lock = threading.Lock()
         if size is not None:
@@ -116,10 +116,10 @@ class Process:
         for fd in self._outputs:
             poll.register(fd, select.POLLIN)
         while True:
-            if not self.output.wait_for_room(self._seconds_left()):
+            if not self.output.wait_for_room(self._compute_remaining_seconds()):
                 self._kill_if_overdue()
                 continue
-            ready_fds = [fd for fd, _ in poll.poll(_to_milliseconds(self._seconds_left()))]
+            ready_fds = [fd for fd, _ in poll.poll(_to_milliseconds(self._compute_remaining_seconds()))]
             if not ready_fds:
                 self._kill_if_overdue()
             for fd in ready_fds:
@@ -156,13 +156,13 @@ class Process:
             self.ended_at = time.monotonic()
         self.output.end(make_end_event(exit_code))
 
-    def _seconds_left(self) -> float | None:
+    def _compute_remaining_seconds(self) -> float | None:
         return None if self._deadline is None else max(0.0, self._deadline - time.monotonic())
 
     def _kill_if_overdue(self) -> None:
         if self._deadline is not None and time.monotonic() >= self._deadline:
             self._deadline = None
-            self.overdue = True
+            self.is_overdue = True
             child.kill_group(self._child)
 
     def signal(self, number: int) -> None:
@@ -174,7 +174,7 @@ class Process:
 
     def resize(self, cols: int, rows: int) -> None:
         with self._input_lock:
-            if not self._terminal or self._input < 0:
+            if not self._has_terminal or self._input < 0:
                 raise Failure("failed_precondition", f"process {self.pid} has no terminal")
             child.resize_terminal(self._input, cols, rows)
 
@@ -184,7 +184,7 @@ class Process:
         Raises Failure if the process has no such input, or does not read the input for INPUT_TIMEOUT_SECONDS.
         """
         with self._input_lock:
-            if terminal != self._terminal or self._input < 0:
+            if terminal != self._has_terminal or self._input < 0:
                 kind = "terminal" if terminal else "standard input"
                 raise Failure("failed_precondition", f"process {self.pid} has no {kind} to write to")
             self._write_all(memoryview(data))
@@ -224,7 +224,7 @@ class Process:
                 raise Failure("failed_precondition", f"process {self.pid} has closed its input") from None
 
     def close_stdin(self) -> None:
-        if self._terminal:
+        if self._has_terminal:
             raise Failure("failed_precondition", "the input of a terminal cannot be closed: send Ctrl+D (\\x04)")
         self.close_input()
 
@@ -246,7 +246,7 @@ class ProcessTable:
         """Add a process, and start forwarding its output."""
         with self._lock:
             self._processes[process.pid] = process
-            self._forget_ended()
+            self._forget_ended_processes()
         threading.Thread(target=process.forward_output, daemon=True).start()
 
     def list_running(self) -> list[Process]:
@@ -261,7 +261,7 @@ class ProcessTable:
         selector = selector if isinstance(selector, dict) else {}
         pid, tag = selector.get("pid"), selector.get("tag")
         with self._lock:
-            self._forget_ended()
+            self._forget_ended_processes()
             matching_processes = [
                 process
                 for process in self._processes.values()
@@ -273,7 +273,7 @@ class ProcessTable:
             raise Failure("not_found", f"process {description} not found")
         return min(matching_processes, key=lambda process: bool(process.ended_at))
 
-    def _forget_ended(self) -> None:
+    def _forget_ended_processes(self) -> None:
         now = time.monotonic()
         ended_processes = sorted(
             (process.ended_at, process.pid) for process in self._processes.values() if process.ended_at

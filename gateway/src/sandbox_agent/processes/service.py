@@ -8,7 +8,7 @@ import signal
 import threading
 import time
 
-from sandbox_agent.failure import Failure, invalid
+from sandbox_agent.failure import Failure, invalid_argument
 from sandbox_agent.http.connect import Stream, encode_frame, make_streaming_route, make_unary_route
 from sandbox_agent.http.message import get_bytes, get_object, get_strings, get_text, get_variables, make_displayable
 from sandbox_agent.http.server import IDLE_TIMEOUT_SECONDS
@@ -35,7 +35,7 @@ class ProcessService:
         self._table = table
         self._default_env = default_env
 
-    def routes(self) -> dict[str, list[Route]]:
+    def build_routes(self) -> dict[str, list[Route]]:
         return {
             "/process.Process/Start": [make_streaming_route(self.start)],
             "/process.Process/Connect": [make_streaming_route(self.connect)],
@@ -58,15 +58,15 @@ class ProcessService:
         config = get_object(message, "process")
         argv = [get_text(config, "cmd"), *get_strings(config, "args")]
         if not argv[0]:
-            raise invalid("the field 'process.cmd' is missing: set it to the program to run")
-        user = users.user_of(request)
+            raise invalid_argument("the field 'process.cmd' is missing: set it to the program to run")
+        user = users.find_request_user(request)
         envs = get_variables(config, "envs")
         cwd = get_text(config, "cwd")
         tag = get_text(message, "tag")
         users.require_encodable(*argv, *envs, *envs.values(), cwd, tag)
         input_data = get_bytes(message, "input") if "input" in message else None
         if input_data is not None and "pty" in message:
-            raise invalid(
+            raise invalid_argument(
                 "'input' and 'pty' are mutually exclusive, because a terminal has no end of input: remove one of them"
             )
         process = Process(
@@ -74,7 +74,7 @@ class ProcessService:
             user=user,
             env=child.build_environment(user, self._default_env(), envs),
             cwd=cwd,
-            size=_terminal_size(message),
+            size=_get_terminal_size(message),
             stdin=input_data is not None or message.get("stdin") is not False,
             deadline=stream.deadline,
             tag=tag,
@@ -116,12 +116,12 @@ class ProcessService:
                 chunks, end_event = follower.take(timeout)
                 frames = b"".join([_make_data_frame(kind, data) for kind, data in chunks])
                 is_past_deadline = stream.deadline is not None and time.monotonic() >= stream.deadline
-                if is_past_deadline and (end_event is None or process.overdue):
+                if is_past_deadline and (end_event is None or process.is_overdue):
                     if frames:
                         stream.send(frames)
                     raise Failure("deadline_exceeded", "the request's deadline passed before the process ended")
                 if end_event is not None:
-                    stream.end(before=frames + encode_frame(json.dumps({"event": {"end": end_event}}).encode()))
+                    stream.end(frames=frames + encode_frame(json.dumps({"event": {"end": end_event}}).encode()))
                     return
                 stream.send(frames or _KEEPALIVE_FRAME)
         finally:
@@ -147,7 +147,7 @@ class ProcessService:
             self._receive_input(stream)
         finally:
             stream.set_idle_timeout(IDLE_TIMEOUT_SECONDS)
-        stream.end(before=encode_frame(b"{}"))
+        stream.end(frames=encode_frame(b"{}"))
 
     def _receive_input(self, stream: Stream) -> None:
         process = None
@@ -157,7 +157,7 @@ class ProcessService:
                 process = self._table.find(get_object(message, "start").get("process"))
             elif "data" in message:
                 if process is None:
-                    raise invalid("the first message of StreamInput must contain 'start'")
+                    raise invalid_argument("the first message of StreamInput must contain 'start'")
                 _write_input(process, get_object(get_object(message, "data"), "input"))
             message = stream.receive()
 
@@ -173,14 +173,14 @@ class ProcessService:
         process = self._table.find(message.get("process"))
         signal_number = _SIGNALS.get(message.get("signal", ""))
         if signal_number is None:
-            raise invalid("the field 'signal' must be SIGNAL_SIGTERM or SIGNAL_SIGKILL")
+            raise invalid_argument("the field 'signal' must be SIGNAL_SIGTERM or SIGNAL_SIGKILL")
         process.signal(signal_number)
         return {}
 
     def update(self, request: Request, message: dict[str, Any]) -> dict[str, Any]:
         """Resize the terminal of a process. The request is ``{process: selector, pty: {size: {cols, rows}}}``."""
         process = self._table.find(message.get("process"))
-        size = _terminal_size(message)
+        size = _get_terminal_size(message)
         if size is not None:
             process.resize(*size)
         return {}
@@ -202,8 +202,8 @@ def _describe_config(argv: list[str], envs: dict[str, str], cwd: str) -> dict[st
 
 
 def _make_data_frame(kind: str, data: bytes) -> bytes:
-    encoded = binascii.b2a_base64(data, newline=False)
-    return encode_frame(b'{"event":{"data":{"%s":"%s"}}}' % (kind.encode(), encoded))
+    encoded_data = binascii.b2a_base64(data, newline=False)
+    return encode_frame(b'{"event":{"data":{"%s":"%s"}}}' % (kind.encode(), encoded_data))
 
 
 def _write_input(process: Process, message: dict[str, Any]) -> None:
@@ -211,7 +211,7 @@ def _write_input(process: Process, message: dict[str, Any]) -> None:
     process.write(get_bytes(message, kind), terminal=kind == "pty")
 
 
-def _terminal_size(message: dict[str, Any]) -> tuple[int, int] | None:
+def _get_terminal_size(message: dict[str, Any]) -> tuple[int, int] | None:
     """Return the columns and rows in ``pty.size``; None if there is no ``pty``."""
     if not message.get("pty"):
         return None
@@ -219,4 +219,4 @@ def _terminal_size(message: dict[str, Any]) -> tuple[int, int] | None:
     try:
         return int(size.get("cols") or 80), int(size.get("rows") or 24)
     except (ValueError, TypeError, AttributeError):
-        raise invalid("the field 'pty.size' must be {cols, rows}, both integers") from None
+        raise invalid_argument("the field 'pty.size' must be {cols, rows}, both integers") from None

@@ -59,7 +59,7 @@ _health_router = APIRouter(tags=["gateway"])
 async def health(request: Request, engine: EngineDep) -> HealthShape:
     gateway_id = room = slow_command_shapes = None
     storage_commands = engine.host.storage_commands()
-    slow_commands = storage_commands.slow if storage_commands else []
+    slow_commands = storage_commands.slow_commands if storage_commands else []
     if is_identified(request.scope):
         gateway_id = engine.secret.gateway_id
         slow_command_shapes = [describe_slow_command(each) for each in slow_commands] or None

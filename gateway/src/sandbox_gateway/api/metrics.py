@@ -174,7 +174,7 @@ class _Inventory(Collector):
             yield GaugeMetricFamily(
                 "sandbox_gateway_zfs_slow_commands",
                 "Commands of ZFS that hang, or have been running for an unusually long time.",
-                len(commands.slow),
+                len(commands.slow_commands),
             )
         usage_sums = sum_samples(self._engine.loads.list_current())
         yield GaugeMetricFamily("sandbox_gateway_used_cpus", "CPUs that running sandboxes use.", usage_sums["cpus"])

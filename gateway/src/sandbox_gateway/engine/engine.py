@@ -108,7 +108,7 @@ class Engine:
         scan = await self.host.scan()
         self._recovery.load(scan)
         self.machines.watch()
-        await self._recovery.reconcile(scan.alive)
+        await self._recovery.reconcile(scan.running_instances)
         self.background.start(self._expiry.watch())
         self.background.start(self.prewarm.keep_ready())
         self.background.start(self.loads.watch())
@@ -118,7 +118,7 @@ class Engine:
         log.info(
             "open",
             sandboxes=len(self.index.sandboxes),
-            running=len(scan.alive),
+            running=len(scan.running_instances),
             snapshots=len(self.index.snapshots),
             repaired=len(scan.repaired),
             ms=round((time.monotonic() - start_time) * 1000),

@@ -225,7 +225,7 @@ class RoomMonitor:
         is_disk_low = free_mb < max(self._limits.free_disk_mb, _MIN_FREE_DISK_MB)
         if is_disk_low or self._disk_was_low or self._stalled_ids or time.monotonic() >= self._next_full_check_at:
             self._next_full_check_at = time.monotonic() + _FULL_CHECK_INTERVAL_SECONDS
-            self._publish_changes(await self._host.find_stalled())
+            self._publish_changes(await self._host.find_stalled_instances())
             if not is_disk_low:
                 for id in self._stalled_ids - self._resuming_ids:
                     self._context.background.start(self._resume_machine(id))

@@ -77,9 +77,9 @@ class Snapshots:
         """Yield the nodes of the lineage trees, parents before children, each with its parent's id and its depth."""
         return walk_nodes(self._index, root)
 
-    def files_of(self, ref: str) -> dict[str, str]:
+    def get_file_paths(self, ref: str) -> dict[str, str]:
         """Return a snapshot's paths on the host: ``dir``, and, if they exist, ``memory`` and ``vmstate``."""
-        return self._host.files_of(self.get(ref))
+        return self._host.get_file_paths(self.get(ref))
 
     @measured("snapshot.create")
     async def create(

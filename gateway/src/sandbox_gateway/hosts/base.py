@@ -134,8 +134,8 @@ class Scan:
     volume_snapshots: list[VolumeSnapshot] = field(default_factory=list)
     unreadable_sandboxes: list[str] = field(default_factory=list)
     """Paths of the sandboxes whose records could not be read."""
-    alive: set[str] = field(default_factory=set)
-    """Instances whose machines still ran and were adopted."""
+    running_instances: set[str] = field(default_factory=set)
+    """Instances whose machines were still running and were adopted."""
     repaired: list[str] = field(default_factory=list)
     """One sentence per object that was swept, quarantined or repaired."""
 
@@ -189,7 +189,7 @@ class SnapshotSource(Protocol):
 
 
 class SnapshotTarget(Protocol):
-    """The parts of a snapshot that is being imported. It does not exist before ``commit``."""
+    """The parts of a snapshot that is being imported. The snapshot does not exist before ``commit``."""
 
     def write(self, part: SnapshotPart, offset: int, data: bytes) -> None:
         """Write to a part. Bytes that are never written are zero. Blocks. Raises GatewayError."""
@@ -216,7 +216,7 @@ class SlowCommand:
 class StorageCommands:
     """The state of a host's storage commands. ``timeouts``: the number of commands killed since the gateway started."""
 
-    slow: Sequence[SlowCommand]
+    slow_commands: Sequence[SlowCommand]
     timeouts: int
 
 
@@ -247,7 +247,7 @@ class Host(Protocol):
     def storage_commands(self) -> StorageCommands | None:
         """Return the state of the host's storage commands, or None if this kind of host has none. Does not block."""
 
-    async def find_stalled(self) -> set[str]:
+    async def find_stalled_instances(self) -> set[str]:
         """Return the instances whose machines the host stopped because the disk had no space left."""
 
     async def resume_stalled(self, sandbox: Sandbox) -> None:
@@ -322,7 +322,7 @@ class Host(Protocol):
     async def remove(self, sandbox: Sandbox) -> None:
         """Remove the sandbox's record first, then its machine and disk."""
 
-    def files_of(self, snapshot: Snapshot) -> dict[str, str]:
+    def get_file_paths(self, snapshot: Snapshot) -> dict[str, str]:
         """Return a snapshot's paths, for display: ``dir``, and ``memory`` and ``vmstate`` if it has such files."""
 
     def memory_problem(self, snapshot: Snapshot) -> str:

@@ -19,7 +19,7 @@ METADATA_NETWORKS = (
     "168.63.129.16/32",  # Azure: WireServer.
     "192.0.0.192/32",  # Oracle Cloud.
 )
-"""Networks of the addresses at which clouds serve a machine's credentials.
+"""Networks that contain the addresses at which clouds serve a machine's credentials.
 
 These addresses are blocked, except those in an `allow_out` entry that lies within one of the networks.
 """
@@ -44,7 +44,7 @@ class EgressRule:
     networks: tuple[ipaddress.IPv4Network, ...]
     dns_only: bool = False
     """The rule matches only port 53, over TCP and UDP."""
-    to_names: bool = False
+    matches_allowed_names: bool = False
     """The rule matches the current addresses of the allowed names instead of ``networks``, which is empty."""
 
 
@@ -56,7 +56,7 @@ def build_egress_rules(policy: NetworkPolicy, dns: Sequence[str]) -> list[Egress
     metadata_networks = [ipaddress.IPv4Network(text) for text in METADATA_NETWORKS]
     names = list_allowed_names(policy)
     allowed_networks = _parse_networks("allow_out", (text for text in policy.allow_out if not _is_name(text)))
-    denied_networks = denied_networks_of(policy)
+    denied_networks = list_denied_networks(policy)
     allowed_metadata_networks = [network for network in allowed_networks if _is_within(network, metadata_networks)]
     other_allowed_networks = [network for network in allowed_networks if not _is_within(network, metadata_networks)]
     metadata_name_servers = [
@@ -74,11 +74,11 @@ def build_egress_rules(policy: NetworkPolicy, dns: Sequence[str]) -> list[Egress
         _make_rule(True, metadata_name_servers, dns_only=True),
         _make_rule(False, metadata_networks),
         _make_rule(True, other_allowed_networks),
-        EgressRule(True, (), to_names=bool(names)),
+        EgressRule(True, (), matches_allowed_names=bool(names)),
         _make_rule(False, denied_networks),
         _make_rule(policy.allow_internet, all_addresses),
     ]
-    return [rule for rule in rules if rule.networks or rule.to_names]
+    return [rule for rule in rules if rule.networks or rule.matches_allowed_names]
 
 
 def list_allowed_names(policy: NetworkPolicy) -> list[str]:
@@ -88,7 +88,7 @@ def list_allowed_names(policy: NetworkPolicy) -> list[str]:
     policy allows all other addresses, because then names would have no effect.
     """
     names = [text.strip().rstrip(".").lower() for text in policy.allow_out if _is_name(text)]
-    if names and policy.allow_internet and not any(network.prefixlen == 0 for network in denied_networks_of(policy)):
+    if names and policy.allow_internet and not any(network.prefixlen == 0 for network in list_denied_networks(policy)):
         raise Invalid(
             f"allow_out: the domain name {names[0]!r} has an effect only if all other addresses are denied: add "
             "'0.0.0.0/0' to deny_out, or set allowInternetAccess to false"
@@ -96,7 +96,7 @@ def list_allowed_names(policy: NetworkPolicy) -> list[str]:
     return names
 
 
-def denied_networks_of(policy: NetworkPolicy) -> list[ipaddress.IPv4Network]:
+def list_denied_networks(policy: NetworkPolicy) -> list[ipaddress.IPv4Network]:
     """Return the networks in ``deny_out``. Raises Invalid for an invalid entry."""
     return _parse_networks("deny_out", policy.deny_out)
 
@@ -127,7 +127,7 @@ def _parse_networks(field: str, texts: Iterable[str]) -> list[ipaddress.IPv4Netw
     return networks
 
 
-def name_servers(network: Network) -> list[str]:
+def find_name_servers(network: Network) -> list[str]:
     """Return the IPv4 name servers for sandboxes: the configured ones, or else those of the host.
 
     Loopback addresses are omitted.

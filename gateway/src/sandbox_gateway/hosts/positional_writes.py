@@ -1,4 +1,4 @@
-"""Write to a place in a file."""
+"""Write to a given offset in a file."""
 
 from __future__ import annotations
 

@@ -110,19 +110,19 @@ class Tree:
 
     def write(self, path: str, content: str | bytes, mode: int = 0o644, owner: int = 0) -> None:
         """Write a regular file. Replaces a file, link or directory at ``path``, but never changes a link's target."""
-        host_path = self._clear(path)
+        host_path = self._clear_path(path)
         with host_path.open("xb") as file:
             file.write(content.encode() if isinstance(content, str) else content)
         os.chown(host_path, owner, owner)
         host_path.chmod(mode)
 
     def link(self, path: str, target: str) -> None:
-        self._clear(path).symlink_to(target)
+        self._clear_path(path).symlink_to(target)
 
     def remove(self, path: str) -> None:
-        self._clear(path)
+        self._clear_path(path)
 
-    def _clear(self, path: str) -> Path:
+    def _clear_path(self, path: str) -> Path:
         """Create the parent of ``path`` and remove the entry at ``path``. Returns the path on the host."""
         self.mkdir(str(PurePosixPath(path).parent))
         host_path = self.resolve(path, follow=False)
@@ -207,7 +207,7 @@ def add_user(tree: Tree) -> None:
 def create_home(tree: Tree, uid: int, skeleton: str) -> None:
     """Create the home directory of `user` from the files in the directory ``skeleton``, unless it exists.
 
-    Raises Invalid if there are too many files: hard links of one file need no room in the tree, but their copies do.
+    Raises Invalid if there are too many files: hard links to one file take up no space, but copies of them do.
     """
     if tree.is_dir(HOME):
         return
@@ -300,7 +300,7 @@ async def run_logged(
                 os.killpg(process.pid, signal.SIGKILL)
             await process.wait()
     if process.returncode:
-        raise _step_error(argv, process.returncode, list(tail))
+        raise _make_step_error(argv, process.returncode, list(tail))
 
 
 async def _read_lines(stream: asyncio.StreamReader) -> AsyncIterator[str]:
@@ -315,7 +315,7 @@ async def _read_lines(stream: asyncio.StreamReader) -> AsyncIterator[str]:
         yield remainder.decode(errors="replace").rstrip()
 
 
-def _step_error(argv: Sequence[str], code: int, tail: list[str]) -> Exception:
+def _make_step_error(argv: Sequence[str], code: int, tail: list[str]) -> Exception:
     if any("No space left on device" in line for line in tail):
         return NoSpace(
             f"{argv[0]} failed because the host's disk is full: free some space and build the template again"

@@ -23,25 +23,25 @@ def remove_tree(directory: Path, *, ignore_errors: bool = False) -> None:
     errors: list[OSError] = []
     with _errors_collected(errors):
         with _opened(str(directory)) as top:
-            _empty(top, errors)
+            _empty_directory(top, errors)
         directory.rmdir()
     if errors and not ignore_errors:
         raise errors[0]
 
 
-def _empty(top: int, errors: list[OSError]) -> None:
+def _empty_directory(top: int, errors: list[OSError]) -> None:
     prefix = f".removed-{secrets.token_hex(8)}-"  # Nobody can predict these names, so they are not taken.
     moved_count = 0
-    pending = _remove_files(top, errors)
-    while pending:
-        name = pending.pop()
+    pending_names = _remove_files(top, errors)
+    while pending_names:
+        name = pending_names.pop()
         with _errors_collected(errors):
             with _opened(name, top) as directory:
                 for child in _remove_files(directory, errors):
                     with _errors_collected(errors):
                         moved_count += 1
                         os.rename(child, f"{prefix}{moved_count}", src_dir_fd=directory, dst_dir_fd=top)
-                        pending.append(f"{prefix}{moved_count}")
+                        pending_names.append(f"{prefix}{moved_count}")
             os.rmdir(name, dir_fd=top)
 
 

@@ -1,7 +1,7 @@
 """Build `lzc` as one executable file that needs only Python: ``python3 build.py OUTPUT [PYTHON]``.
 
-The same sources give the same bytes, on each machine, so that copying the file to a host is idempotent. The file is a
-zipapp; the module ``zipapp`` is not used because it writes the times and modes of the sources into it.
+The same sources produce the same bytes on every machine, so that copying the file to a host is idempotent. The file is
+a zipapp; the module ``zipapp`` is not used because it writes the times and modes of the sources into it.
 """
 
 from __future__ import annotations

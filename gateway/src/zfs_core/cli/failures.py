@@ -19,7 +19,7 @@ class Kind(Enum):
     EXISTS = (4, "the name or the hold already exists")
     IN_USE = (5, "open files, holds, clones, children or newer snapshots prevent the change")
     NO_SPACE = (6, "the pool is full, or a quota is exceeded")
-    STREAM = (7, "the stream is damaged or does not fit the destination, or the two snapshots are not related")
+    STREAM = (7, "the stream is damaged or does not match the destination, or the two snapshots are not related")
     NOT_SUPPORTED = (8, "the installed version of ZFS cannot do this")
     UNAVAILABLE = (9, "ZFS is not running, or the pool is suspended or read-only")
     TIMEOUT = (10, "a ZFS command did not finish in time; the change may or may not have been made")
@@ -71,9 +71,9 @@ _KINDS: tuple[tuple[tuple[type[ZFSError], ...], Kind, str], ...] = (
         Kind.IN_USE,
         "it is in use: close its files, or remove its snapshots, children and clones first",
     ),
-    ((exceptions.BookmarkExists,), Kind.EXISTS, "it exists already: choose another name, or pass --if-absent"),
-    ((exceptions.HoldExists,), Kind.EXISTS, "it has this hold already: choose another tag, or pass --if-absent"),
-    ((exceptions.DatasetExists,), Kind.EXISTS, "it exists already: choose another name, or pass --if-absent"),
+    ((exceptions.BookmarkExists,), Kind.EXISTS, "it already exists: choose another name, or pass --if-absent"),
+    ((exceptions.HoldExists,), Kind.EXISTS, "it already has this hold: choose another tag, or pass --if-absent"),
+    ((exceptions.DatasetExists,), Kind.EXISTS, "it already exists: choose another name, or pass --if-absent"),
     ((exceptions.HoldNotFound,), Kind.NOT_FOUND, "it does not have this hold: check the tag, or pass --if-present"),
     ((exceptions.ParentNotFound,), Kind.NOT_FOUND, "its parent does not exist: create it first, or pass --parents"),
     (
@@ -84,18 +84,18 @@ _KINDS: tuple[tuple[tuple[type[ZFSError], ...], Kind, str], ...] = (
     (
         (exceptions.NoSpace, exceptions.QuotaExceeded),
         Kind.NO_SPACE,
-        "the space does not suffice: free space, or raise the quota",
+        "there is not enough space: free some space, or raise the quota",
     ),
     (
         (exceptions.DestinationModified,),
         Kind.STREAM,
-        "the destination was modified since the base of the stream: pass --force to discard changes since its newest "
-        "snapshot, and also --destroy-newer to lose snapshots that are newer than the base",
+        "the destination has been modified since the base of the stream: pass --force to discard changes since its "
+        "newest snapshot, and also --destroy-newer to lose snapshots that are newer than the base",
     ),
     (
         (exceptions.StreamMismatch, exceptions.SnapshotMismatch),
         Kind.STREAM,
-        "the snapshots do not fit: the base of an incremental stream must be an earlier snapshot of the same "
+        "the snapshots do not match: the base of an incremental stream must be an earlier snapshot of the same "
         "filesystem, and the newest one at the destination",
     ),
     ((exceptions.BadStream,), Kind.STREAM, "the stream is damaged or incomplete: send it again"),
@@ -143,14 +143,14 @@ def describe(error: ZFSError) -> CommandError:
         related = dict.fromkeys(name for failure in failures for name in failure.related)
         return CommandError(failures[0].kind, "; ".join(failure.message for failure in failures), tuple(related))
     if isinstance(error, ZFSGenericError) and error.errno == errno.ETIMEDOUT:
-        return CommandError(Kind.TIMEOUT, f"{_prefix(error)}{error.message}: check the pool with zpool status")
+        return CommandError(Kind.TIMEOUT, f"{_make_prefix(error)}{error.message}: check the pool with zpool status")
     for classes, kind, sentence in _KINDS:
         if isinstance(error, classes):
             details = f" ({error.details})" if error.details else ""
-            return CommandError(kind, f"{_prefix(error)}{sentence}{details}", error.related)
+            return CommandError(kind, f"{_make_prefix(error)}{sentence}{details}", error.related)
     details = f": {error.details}" if error.details else ""
-    return CommandError(Kind.FAILED, f"{_prefix(error)}{error.message}{details}", error.related)
+    return CommandError(Kind.FAILED, f"{_make_prefix(error)}{error.message}{details}", error.related)
 
 
-def _prefix(error: ZFSError) -> str:
+def _make_prefix(error: ZFSError) -> str:
     return "" if error.name is None else f"{error.name!r}: "

@@ -9,7 +9,7 @@ from zfs_core.cli.failures import CommandError, Kind
 from zfs_core.cli.lookups import get_value, require_existing, require_parent
 from zfs_core.cli.report import Report
 from zfs_core.datasets import lzc_clone, lzc_create, lzc_promote, lzc_rename
-from zfs_core.names import pool_of
+from zfs_core.names import get_pool_name
 
 
 def create(options: Namespace, report: Report) -> None:
@@ -18,7 +18,7 @@ def create(options: Namespace, report: Report) -> None:
         found_type, wanted_type = get_value(name, "type"), "volume" if options.volume else "filesystem"
         if found_type != wanted_type:
             raise CommandError(Kind.EXISTS, f"{name!r} is a {found_type}, not a {wanted_type}: choose another name")
-        _keep_or_refuse(name, options, report)
+        _keep_existing(name, options, report)
         return
     missing_parents = _list_missing_parents(report, name) if options.parents else []
     if not missing_parents:
@@ -29,9 +29,9 @@ def create(options: Namespace, report: Report) -> None:
     report.change("create", name, partial(lzc_create, name, ds_type, props, mounted=True))
 
 
-def _keep_or_refuse(name: str, options: Namespace, report: Report) -> None:
+def _keep_existing(name: str, options: Namespace, report: Report) -> None:
     if not options.if_absent:
-        raise CommandError(Kind.EXISTS, f"{name!r} exists already: choose another name, or pass --if-absent")
+        raise CommandError(Kind.EXISTS, f"{name!r} already exists: choose another name, or pass --if-absent")
     report.keep(name)
 
 
@@ -39,15 +39,15 @@ def _list_missing_parents(report: Report, name: str) -> list[str]:
     """Return the ancestors of a filesystem that do not exist, outermost first. Refuses a missing pool."""
     parts = name.split("/")
     ancestors = ["/".join(parts[:end]) for end in range(1, len(parts))]
-    missing = [ancestor for ancestor in ancestors if not report.exists(ancestor)]
-    if missing and missing[0] == parts[0]:
+    missing_ancestors = [ancestor for ancestor in ancestors if not report.exists(ancestor)]
+    if missing_ancestors and missing_ancestors[0] == parts[0]:
         raise CommandError(Kind.NOT_FOUND, f"the pool {parts[0]!r} does not exist: run zpool list to see the pools")
-    return missing
+    return missing_ancestors
 
 
 def clone(options: Namespace, report: Report) -> None:
     name, origin = options.name, options.snapshot
-    if pool_of(name) != pool_of(origin):
+    if get_pool_name(name) != get_pool_name(origin):
         raise CommandError(
             Kind.INVALID,
             f"{name!r} is not in the pool of {origin!r}: clone within one pool, or use lzc send and lzc receive",
@@ -55,11 +55,11 @@ def clone(options: Namespace, report: Report) -> None:
     require_existing(report, origin)
     if report.exists(name):
         if (found_origin := get_value(name, "origin")) != origin:
-            found = "not a clone" if found_origin == "-" else f"a clone of {found_origin!r}"
+            description = "not a clone" if found_origin == "-" else f"a clone of {found_origin!r}"
             raise CommandError(
-                Kind.EXISTS, f"{name!r} exists already and is {found}: choose another name", [found_origin]
+                Kind.EXISTS, f"{name!r} already exists and is {description}: choose another name", [found_origin]
             )
-        _keep_or_refuse(name, options, report)
+        _keep_existing(name, options, report)
         return
     require_parent(report, name)
     report.change("clone", name, partial(lzc_clone, name, origin, dict(options.set), mounted=True), origin=origin)
@@ -76,7 +76,7 @@ def promote(options: Namespace, report: Report) -> None:
 
 def rename(options: Namespace, report: Report) -> None:
     old_name, new_name = options.name, options.new_name
-    if pool_of(old_name) != pool_of(new_name):
+    if get_pool_name(old_name) != get_pool_name(new_name):
         raise CommandError(
             Kind.INVALID,
             f"{new_name!r} is not in the pool of {old_name!r}: rename within one pool, or use lzc send and lzc receive",
@@ -87,7 +87,7 @@ def rename(options: Namespace, report: Report) -> None:
         if options.if_present and not report.exists(old_name):
             report.keep(new_name)
             return
-        raise CommandError(Kind.EXISTS, f"{new_name!r} exists already: choose another name")
+        raise CommandError(Kind.EXISTS, f"{new_name!r} already exists: choose another name")
     require_existing(report, old_name)
     require_parent(report, new_name)
     report.change("rename", new_name, partial(lzc_rename, old_name, new_name, remounted=True), old_name=old_name)

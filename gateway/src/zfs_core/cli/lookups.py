@@ -1,4 +1,4 @@
-"""Look up what commands compare with the desired state."""
+"""Look up the current state, which commands compare with the desired one."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from zfs_core.cli.failures import CommandError, Kind
 from zfs_core.cli.report import Report
 from zfs_core.listing import find_types, list_datasets
-from zfs_core.names import filesystem_of
+from zfs_core.names import get_filesystem_name
 from zfs_core.properties import get_props
 
 
@@ -37,15 +37,15 @@ def require_parent(report: Report, name: str) -> None:
 
 
 def expand(snapshots: Iterable[str]) -> list[str]:
-    """Return the snapshots, and those with the same names of all filesystems and volumes below theirs."""
+    """Return the snapshots, and those with the same short names of all filesystems and volumes below."""
     names = list(snapshots)
-    filesystems = find_types(map(filesystem_of, names))
+    filesystems = find_types(map(get_filesystem_name, names))
     result: list[str] = []
     for name in names:
         result.append(name)
-        if filesystem_of(name) in filesystems:
-            below = list_datasets(filesystem_of(name), types="filesystem,volume")
-            result += [f"{dataset}@{name.partition('@')[2]}" for dataset in below]
+        if get_filesystem_name(name) in filesystems:
+            datasets = list_datasets(get_filesystem_name(name), types="filesystem,volume")
+            result += [f"{dataset}@{name.partition('@')[2]}" for dataset in datasets]
     return list(dict.fromkeys(result))
 
 

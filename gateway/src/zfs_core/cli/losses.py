@@ -1,4 +1,4 @@
-"""Find the snapshots that a command would destroy along with its own change, and refuse that without an option."""
+"""Find the snapshots that a command would destroy as a side effect, and refuse that unless an option allows it."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from zfs_core.capabilities import detect_capabilities
 from zfs_core.cli.failures import CommandError, Kind
 from zfs_core.cli.lookups import quote
 from zfs_core.listing import list_datasets, list_snapshots
-from zfs_core.names import pool_of
+from zfs_core.names import get_pool_name
 from zfs_core.properties import get_props
 
 
@@ -63,7 +63,7 @@ def require_unused(snapshots: Sequence[str], alternative: str = "") -> None:
 
     ``alternative`` ends the message, such as "or pass --defer".
     """
-    held_names = list_held(snapshots)
+    held_names = list_held_snapshots(snapshots)
     if held_names:
         remedy = f"release its holds first (lzc holds, lzc release){alternative}"
         raise CommandError(Kind.IN_USE, f"{quote(held_names)} is held: {remedy}", held_names)
@@ -73,7 +73,7 @@ def require_unused(snapshots: Sequence[str], alternative: str = "") -> None:
         raise CommandError(Kind.IN_USE, f"{quote(list(clones))} has the clones {quote(related)}: {remedy}", related)
 
 
-def list_held(snapshots: Sequence[str]) -> list[str]:
+def list_held_snapshots(snapshots: Sequence[str]) -> list[str]:
     props = get_props(snapshots, ["userrefs"]) if snapshots else {}
     return [name for name in snapshots if props[name]["userrefs"].number]
 
@@ -81,7 +81,7 @@ def list_held(snapshots: Sequence[str]) -> list[str]:
 def list_clones_by_origin(snapshots: Sequence[str]) -> dict[str, list[str]]:
     """Return the clones of these snapshots, by snapshot, without snapshots that have none."""
     wanted_names, result = set(snapshots), dict[str, list[str]]()
-    for pool in dict.fromkeys(map(pool_of, snapshots)):
+    for pool in dict.fromkeys(map(get_pool_name, snapshots)):
         datasets = list_datasets(pool, types="filesystem,volume")
         for name, props in get_props(datasets, ["origin"]).items():
             if props["origin"].value in wanted_names:

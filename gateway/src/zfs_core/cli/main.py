@@ -20,7 +20,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         options = _parse(arguments)
         report.check = getattr(options, "check", False)
-        report.assumed = frozenset(getattr(options, "assume", ()))
+        report.assumed_names = frozenset(getattr(options, "assume", ()))
         options.function(options, report)
     except CommandError as failure:
         error = failure
@@ -47,7 +47,7 @@ def _parse(arguments: list[str]) -> Namespace:
         if command and options.file:
             raise CommandError(Kind.INVALID, "pass either --file or a command after --")
         if options.if_absent and not options.file:
-            raise CommandError(Kind.INVALID, "--if-absent is about the file: add --file, or omit it")
+            raise CommandError(Kind.INVALID, "--if-absent applies only to a file: add --file, or omit it")
         options.command = command
     return options
 

@@ -24,15 +24,15 @@ def list_command(options: Namespace, report: Report) -> None:
 
 
 def _list_below(root: str, options: Namespace) -> list[str]:
-    datasets = [each for each in options.types if each in ("filesystem", "volume")]
-    points = [each for each in options.types if each not in datasets]
+    dataset_types = [each for each in options.types if each in ("filesystem", "volume")]
+    point_types = [each for each in options.types if each not in dataset_types]
     depth = options.depth
-    names = list_datasets(root, types=",".join(datasets), depth=depth) if datasets else []
-    if points:
+    names = list_datasets(root, types=",".join(dataset_types), depth=depth) if dataset_types else []
+    if point_types:
         # ZFS counts a snapshot as one level below its filesystem.
-        found = list_datasets(root, types=",".join(points), depth=None if depth is None else depth + 1)
-        times = get_props(found, ["createtxg"]) if found else {}
-        names += sorted(found, key=lambda name: (times[name]["createtxg"].number, name))
+        found_names = list_datasets(root, types=",".join(point_types), depth=None if depth is None else depth + 1)
+        times = get_props(found_names, ["createtxg"]) if found_names else {}
+        names += sorted(found_names, key=lambda name: (times[name]["createtxg"].number, name))
     return names
 
 
@@ -77,13 +77,13 @@ def set_command(options: Namespace, report: Report) -> None:
     if not names or not assignments:
         raise CommandError(Kind.INVALID, "pass at least one PROPERTY=VALUE and one name: lzc set quota=10G tank/data")
     require_existing(report, *names)
-    for name, found in get_props(names, assignments).items():
+    for name, props in get_props(names, assignments).items():
         for prop, value in assignments.items():
-            if has_value(found[prop], value) or (not report.check and not _set(found[prop], value)):
+            if has_value(props[prop], value) or (not report.check and not _set(props[prop], value)):
                 report.keep(f"{name} {prop}")
             else:
                 report.changes.append(
-                    {"action": "set", "name": name, "property": prop, "before": found[prop].value, "after": value}
+                    {"action": "set", "name": name, "property": prop, "before": props[prop].value, "after": value}
                 )
 
 
@@ -117,8 +117,8 @@ def has_value(item: Property, value: str) -> bool:
 
 def inherit(options: Namespace, report: Report) -> None:
     require_existing(report, *options.names)
-    for name, found in get_props(options.names, options.properties).items():
-        for prop, item in found.items():
+    for name, props in get_props(options.names, options.properties).items():
+        for prop, item in props.items():
             if item.is_local:
                 report.change("inherit", name, partial(lzc_inherit_prop, name, prop), property=prop, before=item.value)
             else:

@@ -13,7 +13,7 @@ from zfs_core.cli.losses import list_clones_by_origin, require_unused
 from zfs_core.cli.report import Report
 from zfs_core.datasets import lzc_destroy
 from zfs_core.listing import list_datasets, list_snapshots
-from zfs_core.names import filesystem_of, pool_of
+from zfs_core.names import get_filesystem_name, get_pool_name
 from zfs_core.properties import get_props, get_tree
 from zfs_core.snapshots import lzc_destroy_snaps
 
@@ -28,7 +28,7 @@ def destroy(options: Namespace, report: Report) -> None:
         raise CommandError(Kind.INVALID, message)
     if sum(map(bool, (snapshots, bookmarks, filesystems))) > 1:
         raise CommandError(Kind.INVALID, "destroy filesystems, snapshots and bookmarks with separate commands")
-    if pools := [name for name in filesystems if name == pool_of(name)]:
+    if pools := [name for name in filesystems if name == get_pool_name(name)]:
         raise CommandError(Kind.INVALID, f"{quote(pools)} is a pool: use zpool destroy, or name datasets below it")
     found_names = report.find(names)
     missing_names = [name for name in names if name not in found_names]
@@ -47,15 +47,15 @@ def _destroy_snapshots(names: list[str], missing_names: list[str], options: Name
     if options.recursive:
         expanded_names = [name for name in expand(names) if name not in names]
         found_names = report.find(expanded_names)
-        below = [name for name in expanded_names if name in found_names]
+        descendant_names = [name for name in expanded_names if name in found_names]
         # A snapshot may be gone from the filesystem itself but remain below it.
-        missing_names = [name for name in missing_names if not _has_same_name(name, below)]
-        names += below
+        missing_names = [name for name in missing_names if not _has_same_name(name, descendant_names)]
+        names += descendant_names
     _check_missing(missing_names, options)
     report.keep(*missing_names)
     names = [name for name in names if name not in missing_names]
     if not options.defer:
-        if len(set(map(pool_of, names))) > 1:
+        if len(set(map(get_pool_name, names))) > 1:
             raise CommandError(Kind.INVALID, "all snapshots must be in the same pool: run lzc once for each pool")
         require_unused(names, ", or pass --defer")
         if names:
@@ -77,15 +77,15 @@ def _check_missing(names: list[str], options: Namespace) -> None:
         raise CommandError(Kind.NOT_FOUND, message, names)
 
 
-def _has_same_name(snapshot: str, others: list[str]) -> bool:
-    filesystem, _, short = snapshot.partition("@")
-    return any(each.startswith(f"{filesystem}/") and each.endswith(f"@{short}") for each in others)
+def _has_same_name(snapshot: str, other_names: list[str]) -> bool:
+    filesystem, _, short_name = snapshot.partition("@")
+    return any(each.startswith(f"{filesystem}/") and each.endswith(f"@{short_name}") for each in other_names)
 
 
 def _destroy_filesystems(names: list[str], recursive: bool, report: Report) -> None:
-    """Destroy filesystems and volumes, after all checks for all of them."""
+    """Destroy filesystems and volumes, after checking all of them."""
     origins: dict[str, str] = {}
-    for pool in dict.fromkeys(map(pool_of, names)):
+    for pool in dict.fromkeys(map(get_pool_name, names)):
         origins |= _read_origins(pool)
     prefixes = tuple(f"{name}/" for name in names)
     tree = {each for each in origins if each in names or (recursive and each.startswith(prefixes))}
@@ -99,12 +99,14 @@ def _destroy_filesystems(names: list[str], recursive: bool, report: Report) -> N
         raise CommandError(
             Kind.IN_USE, f"{quote(held_names)} is held: release its holds first (lzc holds, lzc release)", held_names
         )
-    outside = [each for each, origin in origins.items() if each not in tree and filesystem_of(origin) in tree]
-    if outside:
+    outside_clones = [
+        each for each, origin in origins.items() if each not in tree and get_filesystem_name(origin) in tree
+    ]
+    if outside_clones:
         raise CommandError(
             Kind.IN_USE,
-            f"snapshots below {quote(roots)} have the clones {quote(outside)}: promote or destroy them first",
-            outside,
+            f"snapshots below {quote(roots)} have the clones {quote(outside_clones)}: promote or destroy them first",
+            outside_clones,
         )
     for each in order_for_removal(tree, origins):
         if snapshots := list_snapshots(each):
@@ -113,8 +115,8 @@ def _destroy_filesystems(names: list[str], recursive: bool, report: Report) -> N
 
 
 def _require_no_dependents(name: str, tree: Container[str]) -> None:
-    below = list_datasets(name, types="filesystem,volume,snapshot")
-    if dependents := [each for each in below if each not in tree]:
+    names_below = list_datasets(name, types="filesystem,volume,snapshot")
+    if dependents := [each for each in names_below if each not in tree]:
         raise CommandError(
             Kind.IN_USE,
             f"{name!r} has {len(dependents)} snapshots and children ({quote(dependents)}): destroy them first, or pass "
@@ -136,16 +138,18 @@ def order_for_removal(tree: Iterable[str], origins: Mapping[str, str]) -> list[s
     remaining = sorted(tree, reverse=True)
     ordered: list[str] = []
     while remaining:
-        needed = {each.rpartition("/")[0] for each in remaining} | {filesystem_of(origins[each]) for each in remaining}
-        free = [each for each in remaining if each not in needed]
-        if not free:
+        needed_names = {each.rpartition("/")[0] for each in remaining} | {
+            get_filesystem_name(origins[each]) for each in remaining
+        }
+        free_names = [each for each in remaining if each not in needed_names]
+        if not free_names:
             raise CommandError(
                 Kind.IN_USE,
                 f"{remaining[-1]!r} is a clone of a filesystem below it: promote it first (lzc promote)",
                 remaining,
             )
-        ordered += free
-        remaining = [each for each in remaining if each not in free]
+        ordered += free_names
+        remaining = [each for each in remaining if each not in free_names]
     return ordered
 
 

@@ -14,22 +14,22 @@ from zfs_core.listing import find_types, lzc_exists
 class Report:
     """The result of a command.
 
-    ``check``: whether changes are only predicted. ``assumed``: names that the prediction takes as existing.
+    ``check``: whether changes are only predicted. ``assumed_names``: names that the prediction assumes to exist.
     """
 
     check: bool = False
-    assumed: frozenset[str] = frozenset()
+    assumed_names: frozenset[str] = frozenset()
     changes: list[dict[str, object]] = field(default_factory=list)
     unchanged: list[str] = field(default_factory=list)
     results: dict[str, object] = field(default_factory=dict)
 
     def exists(self, name: str) -> bool:
-        return name in self.assumed or lzc_exists(name)
+        return name in self.assumed_names or lzc_exists(name)
 
     def find(self, names: Iterable[str]) -> set[str]:
         """Return those names that exist."""
         wanted_names = set(names)
-        return (wanted_names & self.assumed) | find_types(wanted_names - self.assumed).keys()
+        return (wanted_names & self.assumed_names) | find_types(wanted_names - self.assumed_names).keys()
 
     def change(self, action: str, name: str, function: Callable[[], object], **details: object) -> None:
         """Make a change and record it. In check mode, only record it."""
@@ -37,9 +37,9 @@ class Report:
 
     def change_all(self, action: str, names: Iterable[str], function: Callable[[], object], **details: object) -> None:
         """Make one change that affects several names, and record it for each."""
-        self.change_together([{"action": action, "name": name, **details} for name in names], function)
+        self.apply_changes_together([{"action": action, "name": name, **details} for name in names], function)
 
-    def change_together(self, changes: list[dict[str, object]], function: Callable[[], object]) -> None:
+    def apply_changes_together(self, changes: list[dict[str, object]], function: Callable[[], object]) -> None:
         """Make several changes with one function, and record them. If it fails, record those that were made."""
         if not self.check:
             try:
@@ -50,7 +50,7 @@ class Report:
         self.changes += changes
 
     def keep(self, *names: str) -> None:
-        """Record that names are in the desired state already."""
+        """Record that names are already in the desired state."""
         self.unchanged += names
 
     def as_json(self) -> dict[str, object]:
@@ -68,7 +68,7 @@ _CREATING_ACTIONS = frozenset(("bookmark", "clone", "create", "receive", "rename
 def _find_made_changes(changes: list[dict[str, object]], error: Exception) -> list[dict[str, object]]:
     """Return the changes that were made although the function that makes them raised ``error``.
 
-    Only names that were created or destroyed show that.
+    Detects only changes that create or destroy names.
     """
     # A name that the function found to exist was created by someone else.
     is_conflict = isinstance(error, ZFSError) and describe(error).kind is Kind.EXISTS

@@ -1,4 +1,4 @@
-"""Continue interrupted streams by their token, the property ``receive_resume_token`` of the receiving filesystem."""
+"""Resume interrupted streams with their token, the property ``receive_resume_token`` of the receiving filesystem."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from zfs_core.capabilities import detect_capabilities
 from zfs_core.causes import Cause
 from zfs_core.cli.failures import CommandError, Kind
 from zfs_core.cli.lookups import get_value
-from zfs_core.outcome import error_of
+from zfs_core.outcome import make_error
 from zfs_core.run import run
 from zfs_core.stream_format import parse_resume_token
 
@@ -23,7 +23,7 @@ def send_remainder(token: str, fd: int, seconds: float) -> None:
             [name],
         )
     if outcome.cause is not None:
-        raise error_of(outcome, name, "send")
+        raise make_error(outcome, name, "send")
 
 
 def find_sent_snapshot(token: str) -> str:
@@ -37,7 +37,7 @@ def find_sent_snapshot(token: str) -> str:
 
 
 def find_resumed_snapshot(filesystem: str) -> str | None:
-    """Return the short name of the snapshot of which a filesystem received a part, or None."""
+    """Return the short name of the snapshot that a filesystem has received in part, or None."""
     _require_resumable_streams()
     token = get_value(filesystem, "receive_resume_token")
     return None if token == "-" else find_sent_snapshot(token).partition("@")[2]

@@ -14,7 +14,7 @@ from zfs_core.cli.report import Report
 from zfs_core.exceptions import SnapshotNotFound
 from zfs_core.holds import lzc_get_holds, lzc_hold, lzc_release
 from zfs_core.listing import list_snapshots
-from zfs_core.names import filesystem_of, pool_of
+from zfs_core.names import get_filesystem_name, get_pool_name
 from zfs_core.properties import get_props
 from zfs_core.snapshots import lzc_destroy_snaps, lzc_rollback_to, lzc_snapshot
 from zfs_core.support import is_supported
@@ -22,20 +22,20 @@ from zfs_core.support import is_supported
 
 def snapshot(options: Namespace, report: Report) -> None:
     names = list(dict.fromkeys(options.snapshots))
-    require_existing(report, *dict.fromkeys(map(filesystem_of, names)))
+    require_existing(report, *dict.fromkeys(map(get_filesystem_name, names)))
     if options.recursive:
         names = expand(names)
-    filesystems = [filesystem_of(name) for name in names]
-    if len({pool_of(name) for name in names}) > 1:
+    filesystems = [get_filesystem_name(name) for name in names]
+    if len({get_pool_name(name) for name in names}) > 1:
         raise CommandError(Kind.INVALID, "all snapshots must be in the same pool: run lzc once for each pool")
-    if repeated := [each for each in dict.fromkeys(filesystems) if filesystems.count(each) > 1]:
-        raise CommandError(Kind.INVALID, f"pass only one snapshot of {quote(repeated)}", repeated)
+    if repeated_names := [each for each in dict.fromkeys(filesystems) if filesystems.count(each) > 1]:
+        raise CommandError(Kind.INVALID, f"pass only one snapshot of {quote(repeated_names)}", repeated_names)
     found_names = report.find(names)
     existing_names = [name for name in names if name in found_names]
     if existing_names and not options.if_absent:
         raise CommandError(
             Kind.EXISTS,
-            f"{quote(existing_names)} exists already: choose another name, or pass --if-absent",
+            f"{quote(existing_names)} already exists: choose another name, or pass --if-absent",
             existing_names,
         )
     report.keep(*existing_names)
@@ -46,7 +46,7 @@ def snapshot(options: Namespace, report: Report) -> None:
 def rollback(options: Namespace, report: Report) -> None:
     target = options.snapshot
     require_existing(report, target)
-    filesystem = filesystem_of(target)
+    filesystem = get_filesystem_name(target)
     snapshots = list_snapshots(filesystem)
     newer_snapshots = snapshots[snapshots.index(target) + 1 :] if target in snapshots else []
     newer_bookmarks = _list_newer_bookmarks(target)
@@ -73,7 +73,7 @@ def _list_newer_bookmarks(snapshot: str) -> list[str]:
     """Return the bookmarks that prevent a rollback to a snapshot."""
     if not is_supported(lzc_get_bookmarks):
         return []
-    filesystem = filesystem_of(snapshot)
+    filesystem = get_filesystem_name(snapshot)
     target_txg = get_props([snapshot], ["createtxg"])[snapshot]["createtxg"].number
     bookmarks = lzc_get_bookmarks(filesystem, ["createtxg"])
     return [f"{filesystem}#{name}" for name, props in bookmarks.items() if props["createtxg"] > target_txg]
@@ -81,12 +81,14 @@ def _list_newer_bookmarks(snapshot: str) -> list[str]:
 
 def bookmark(options: Namespace, report: Report) -> None:
     name, source = options.name, options.source
-    if filesystem_of(source) != name.partition("#")[0]:
-        message = f"{name!r} is not a bookmark of the filesystem of {source!r}: use {filesystem_of(source)}#BOOKMARK"
+    if get_filesystem_name(source) != name.partition("#")[0]:
+        message = (
+            f"{name!r} is not a bookmark of the filesystem of {source!r}: use {get_filesystem_name(source)}#BOOKMARK"
+        )
         raise CommandError(Kind.INVALID, message)
     if report.exists(name):
         if not options.if_absent:
-            raise CommandError(Kind.EXISTS, f"{name!r} exists already: choose another name, or pass --if-absent")
+            raise CommandError(Kind.EXISTS, f"{name!r} already exists: choose another name, or pass --if-absent")
         report.keep(name)
         return
     require_existing(report, source)
@@ -100,22 +102,22 @@ def hold(options: Namespace, report: Report) -> None:
     if held_names and not options.if_absent:
         raise CommandError(
             Kind.EXISTS,
-            f"{quote(held_names)} has the hold {options.tag!r} already: choose another tag, or pass --if-absent",
+            f"{quote(held_names)} already has the hold {options.tag!r}: choose another tag, or pass --if-absent",
             held_names,
         )
     report.keep(*held_names)
     for name in names:
         if name not in held_names:
-            report.change("hold", name, partial(_hold_one, name, options.tag), tag=options.tag)
+            report.change("hold", name, partial(_hold_snapshot, name, options.tag), tag=options.tag)
 
 
-def _hold_one(name: str, tag: str) -> None:
+def _hold_snapshot(name: str, tag: str) -> None:
     if lzc_hold({name: tag}):
         raise SnapshotNotFound(name)
 
 
 def _has_hold(report: Report, name: str, tag: str) -> bool:
-    return name not in report.assumed and tag in lzc_get_holds(name)
+    return name not in report.assumed_names and tag in lzc_get_holds(name)
 
 
 def release(options: Namespace, report: Report) -> None:

@@ -23,7 +23,7 @@ from zfs_core.cli.losses import find_receive_losses
 from zfs_core.cli.report import Report
 from zfs_core.cli.resumable import find_resumed_snapshot, send_remainder
 from zfs_core.exceptions import ZFSError
-from zfs_core.names import filesystem_of
+from zfs_core.names import get_filesystem_name
 from zfs_core.receive import lzc_receive, lzc_receive_resumable, lzc_receive_with_header, receive_header
 from zfs_core.send import lzc_send
 
@@ -38,7 +38,7 @@ def send(options: Namespace, report: Report) -> None:
     if options.resume_token is not None and (options.snapshot or options.base):
         raise CommandError(
             Kind.INVALID,
-            "--resume-token says which snapshot continues: omit the snapshot and --from, or omit the token",
+            "--resume-token identifies the snapshot to send: omit the snapshot and --from, or omit the token",
         )
     if options.resume_token is None:
         require_existing(report, *[name for name in (options.base, options.snapshot) if name])
@@ -48,7 +48,7 @@ def send(options: Namespace, report: Report) -> None:
     elif options.file:
         if options.file.exists():
             raise CommandError(
-                Kind.EXISTS, f"the file {str(options.file)!r} exists already: choose another, or pass --if-absent"
+                Kind.EXISTS, f"the file {str(options.file)!r} already exists: choose another, or pass --if-absent"
             )
         if not options.file.parent.is_dir():
             raise CommandError(Kind.NOT_FOUND, f"the directory {str(options.file.parent)!r} does not exist: create it")
@@ -58,10 +58,10 @@ def send(options: Namespace, report: Report) -> None:
     elif not report.check:
         if sys.stdout.isatty():
             raise CommandError(Kind.INVALID, "standard output is a terminal: use a pipe, --file, or -- COMMAND")
-        _send_to(sys.stdout.fileno(), options)
+        _send_to_fd(sys.stdout.fileno(), options)
 
 
-def _send_to(fd: int, options: Namespace) -> None:
+def _send_to_fd(fd: int, options: Namespace) -> None:
     if options.resume_token is not None:
         send_remainder(options.resume_token, fd, options.timeout)
     else:
@@ -69,13 +69,13 @@ def _send_to(fd: int, options: Namespace) -> None:
 
 
 def _send_to_file(options: Namespace) -> None:
-    """Write the stream to a new file that has its name only when it is complete. Only its owner can read it."""
+    """Write the stream to a new file, which gets its name only once it is complete. Only its owner can read it."""
     path: Path = options.file
     try:
         fd, part = tempfile.mkstemp(prefix=".lzc-", suffix=".part", dir=path.parent)
         try:
             with os.fdopen(fd, "wb"):
-                _send_to(fd, options)
+                _send_to_fd(fd, options)
                 os.fsync(fd)
             _publish(Path(part), path)
         finally:
@@ -83,14 +83,15 @@ def _send_to_file(options: Namespace) -> None:
         _sync_directory(path.parent)
     except FileExistsError:
         raise CommandError(
-            Kind.EXISTS, f"the file {str(path)!r} was created by another program meanwhile: choose another name"
+            Kind.EXISTS,
+            f"another program has created the file {str(path)!r} in the meantime: choose another name",
         ) from None
     except OSError as error:
         raise CommandError(Kind.FAILED, f"the file {str(path)!r} cannot be written: {error.strerror}") from None
 
 
 def _publish(part: Path, path: Path) -> None:
-    """Give a complete file its name. Raises FileExistsError if the name exists."""
+    """Give a complete file its name. Raises FileExistsError if the name is taken."""
     try:
         path.hardlink_to(part)
     except OSError as error:
@@ -121,7 +122,7 @@ def _send_and_report(label: str, options: Namespace, report: Report) -> None:
 def _send_to_command(options: Namespace) -> dict[str, object]:
     """Send to the standard input of a command. Returns its JSON object, or its exit code.
 
-    If both sides fail, the error of the command is raised: it is usually the cause. ``--timeout`` limits both together.
+    If both sides fail, the command's error is raised, because it is usually the cause. ``--timeout`` applies to both.
     """
     deadline = time.monotonic() + options.timeout
     try:
@@ -141,7 +142,7 @@ def _send_to_command(options: Namespace) -> dict[str, object]:
         try:
             # The receiver must see the end of the stream, so its standard input is closed before the wait.
             with receiver.stdin:
-                _send_to(receiver.stdin.fileno(), options)
+                _send_to_fd(receiver.stdin.fileno(), options)
         except ZFSError as error:
             sending_error = error
         receiver.wait(max(0.0, deadline - time.monotonic()))
@@ -157,15 +158,15 @@ def _send_to_command(options: Namespace) -> dict[str, object]:
         )
     result = _parse_result(output.read())
     if receiver.returncode != 0:
-        raise _receiver_error(options.command, receiver.returncode, result, errors.read().decode(errors="replace"))
-    # A receiver that has the snapshot already does not read the stream.
+        raise _make_receiver_error(options.command, receiver.returncode, result, errors.read().decode(errors="replace"))
+    # A receiver that already has the snapshot does not read the stream.
     if sending_error is not None and result.get("changed") is not False:
         raise sending_error
     return result or {"exit_code": 0}
 
 
 class _Tail:
-    """Reads the output of a command in a thread, and keeps its end."""
+    """Reads the output of a command in a thread, and keeps the tail."""
 
     def __init__(self, file: IO[bytes]) -> None:
         self._file, self._data = file, b""
@@ -178,7 +179,7 @@ class _Tail:
                 self._data = (self._data + data)[-_TAIL_BYTES:]
 
     def read(self) -> bytes:
-        """Return the end of the output, after the command has ended."""
+        """Return the tail of the output, after the command has ended."""
         # A process that the command left in the background may keep the pipe open.
         self._thread.join(_DRAIN_SECONDS)
         return self._data
@@ -194,7 +195,7 @@ def _parse_result(output: bytes) -> dict[str, object]:
     return result if isinstance(result, dict) else {}
 
 
-def _receiver_error(command: list[str], status: int, result: dict[str, object], errors: str) -> CommandError:
+def _make_receiver_error(command: list[str], status: int, result: dict[str, object], errors: str) -> CommandError:
     error = result.get("error")
     if isinstance(error, dict):
         kind = next((kind for kind in Kind if kind.word == error.get("kind")), Kind.FAILED)
@@ -205,11 +206,11 @@ def _receiver_error(command: list[str], status: int, result: dict[str, object], 
 
 def receive(options: Namespace, report: Report) -> None:
     if (options.destroy_newer or options.replace) and not options.force:
-        raise CommandError(Kind.INVALID, "--destroy-newer and --replace extend --force: add it, or omit them")
-    target, filesystem = _find_target(options, report), filesystem_of(options.target)
+        raise CommandError(Kind.INVALID, "--destroy-newer and --replace require --force: add it, or omit them")
+    target, filesystem = _find_target(options, report), get_filesystem_name(options.target)
     if report.exists(target):
         if not options.if_absent:
-            raise CommandError(Kind.EXISTS, f"{target!r} exists already: choose another name, or pass --if-absent")
+            raise CommandError(Kind.EXISTS, f"{target!r} already exists: choose another name, or pass --if-absent")
         report.keep(target)
         return
     if not report.exists(filesystem):
@@ -231,7 +232,7 @@ def receive(options: Namespace, report: Report) -> None:
             header, begin_record = receive_header(file.fileno())
             if report.exists(filesystem):
                 changes = [*find_receive_losses(filesystem, header, options), *changes]
-        report.change_together(changes, partial(_receive_from, file.fileno(), begin_record, options, target))
+        report.apply_changes_together(changes, partial(_receive_from_fd, file.fileno(), begin_record, options, target))
 
 
 def _find_target(options: Namespace, report: Report) -> str:
@@ -252,7 +253,7 @@ def _find_target(options: Namespace, report: Report) -> str:
     return f"{name}@{snapshot}"
 
 
-def _receive_from(fd: int, begin_record: bytes, options: Namespace, target: str) -> None:
+def _receive_from_fd(fd: int, begin_record: bytes, options: Namespace, target: str) -> None:
     """Receive a stream. ``begin_record``: its first record, if it has been read from ``fd`` already."""
     arguments = {"origin": options.origin, "props": dict(options.set), "seconds": options.timeout}
     if begin_record:

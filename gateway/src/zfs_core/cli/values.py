@@ -34,36 +34,40 @@ def _make_name_type(validate: Callable[[str], str], noun: str, form: str) -> Cal
     return read
 
 
-existing_name = _make_name_type(
+read_existing_name = _make_name_type(
     validate_existing_name, "a dataset or snapshot", f"{_FILESYSTEM_FORM} or tank/data@before"
 )
-filesystem = _make_name_type(validate_filesystem_name, "a filesystem or volume", _FILESYSTEM_FORM)
-new_filesystem = _make_name_type(
+read_filesystem = _make_name_type(validate_filesystem_name, "a filesystem or volume", _FILESYSTEM_FORM)
+read_new_filesystem = _make_name_type(
     validate_new_filesystem_name, "a filesystem or volume", f"{_FILESYSTEM_FORM}, {_CHARACTERS}"
 )
-snapshot = _make_name_type(validate_snapshot_name, "a snapshot", _SNAPSHOT_FORM)
-bookmark = _make_name_type(validate_bookmark_name, "a bookmark", "use FILESYSTEM#BOOKMARK, such as tank/data#before")
-new_snapshot = _make_name_type(validate_new_snapshot_name, "a snapshot", f"{_SNAPSHOT_FORM}, {_CHARACTERS}")
+read_snapshot = _make_name_type(validate_snapshot_name, "a snapshot", _SNAPSHOT_FORM)
+read_bookmark = _make_name_type(
+    validate_bookmark_name, "a bookmark", "use FILESYSTEM#BOOKMARK, such as tank/data#before"
+)
+read_new_snapshot = _make_name_type(validate_new_snapshot_name, "a snapshot", f"{_SNAPSHOT_FORM}, {_CHARACTERS}")
 
 
-def base(text: str) -> str:
-    return bookmark(text) if "#" in text else snapshot(text)
+def read_base(text: str) -> str:
+    return read_bookmark(text) if "#" in text else read_snapshot(text)
 
 
-def receive_target(text: str) -> str:
+def read_receive_target(text: str) -> str:
     """Read the name of a new snapshot, or of a filesystem that was received in part."""
-    return new_snapshot(text) if "@" in text else filesystem(text)
+    return read_new_snapshot(text) if "@" in text else read_filesystem(text)
 
 
-def tag(text: str) -> str:
+def read_tag(text: str) -> str:
     if not text or text.startswith("-") or not text.isprintable():
-        raise argparse.ArgumentTypeError(f"{text!r} is not a valid tag: use printable characters, first not a hyphen")
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is not a valid tag: use printable characters, and do not begin with a hyphen"
+        )
     if len(text.encode()) > 255:
         raise argparse.ArgumentTypeError(f"the tag {text[:40]!r}… is too long: use at most 255 bytes")
     return text
 
 
-def property_name(text: str) -> str:
+def read_property_name(text: str) -> str:
     if text == "all":
         raise argparse.ArgumentTypeError("'all' is not supported: name the properties, separated by commas")
     try:
@@ -75,16 +79,16 @@ def property_name(text: str) -> str:
         ) from None
 
 
-def property_names(text: str) -> list[str]:
-    return [property_name(part) for part in text.split(",")]
+def read_property_names(text: str) -> list[str]:
+    return [read_property_name(part) for part in text.split(",")]
 
 
-def assignment(text: str) -> tuple[str, str]:
+def read_assignment(text: str) -> tuple[str, str]:
     """Read ``PROPERTY=VALUE``."""
     name, separator, value = text.partition("=")
     if not separator or not value:
         raise argparse.ArgumentTypeError(f"{text!r} does not set a property: use PROPERTY=VALUE, such as quota=10G")
-    property_name(name)
+    read_property_name(name)
     try:
         format_property_assignment(name, value)
     except PropertyInvalid as error:
@@ -92,12 +96,12 @@ def assignment(text: str) -> tuple[str, str]:
     return name, value
 
 
-def assignment_or_name(text: str) -> tuple[str, str] | str:
+def read_assignment_or_name(text: str) -> tuple[str, str] | str:
     """Read ``PROPERTY=VALUE``, or the name of a dataset or snapshot, which cannot contain an equals sign."""
-    return assignment(text) if "=" in text else existing_name(text)
+    return read_assignment(text) if "=" in text else read_existing_name(text)
 
 
-def dataset_types(text: str) -> list[str]:
+def read_dataset_types(text: str) -> list[str]:
     known_types = ("filesystem", "volume", "snapshot", "bookmark")
     types = text.split(",")
     if unknown_types := [each for each in types if each not in known_types]:
@@ -107,13 +111,13 @@ def dataset_types(text: str) -> list[str]:
     return types
 
 
-def count(text: str) -> int:
+def read_count(text: str) -> int:
     if not text.isascii() or not text.isdigit():
         raise argparse.ArgumentTypeError(f"{text!r} is not a number: use 0 or a positive number")
     return int(text)
 
 
-def seconds(text: str) -> float:
+def read_seconds(text: str) -> float:
     try:
         value = float(text)
     except ValueError:
@@ -123,7 +127,7 @@ def seconds(text: str) -> float:
     return value
 
 
-def size(text: str) -> str:
+def read_size(text: str) -> str:
     if parse_size(text) in (None, 0):
         raise argparse.ArgumentTypeError(f"{text!r} is not a size: use a number with a unit, such as 512M or 10G")
     return text

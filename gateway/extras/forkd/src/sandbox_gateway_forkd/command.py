@@ -20,7 +20,7 @@ LEASE_SECONDS = 60.0
 """How long sandboxes outlive this program if it is killed."""
 EXIT_TIMEOUT_SECONDS = 4.0
 """Time limit for removing the sandboxes on exit; forkd's client waits five seconds."""
-_EXIT_FAILED = 1
+_EXIT_FAILURE = 1
 _WARNING = (
     "Anyone who can connect to the port can run anything in the sandbox, because the protocol has no "
     "authentication. The port is bound to loopback addresses only, unless --remote (or FORKD_REMOTE=1) allows others."
@@ -38,7 +38,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         asyncio.run(options.run(options))
     except Failure as failure:
         print(f"forkd: {failure}", file=sys.stderr)
-        return _EXIT_FAILED
+        return _EXIT_FAILURE
     return 0
 
 
@@ -132,8 +132,8 @@ async def _serve(
     server = await Port(gateway, sandboxes[0]).listen(listener)
     stop_task, renewal = asyncio.create_task(stop.wait()), asyncio.create_task(_renew_leases(gateway, sandboxes))
     try:
-        finished, _ = await asyncio.wait({stop_task, renewal}, timeout=seconds, return_when=asyncio.FIRST_COMPLETED)
-        if renewal in finished:
+        done_tasks, _ = await asyncio.wait({stop_task, renewal}, timeout=seconds, return_when=asyncio.FIRST_COMPLETED)
+        if renewal in done_tasks:
             renewal.result()
     finally:
         server.close()

@@ -77,9 +77,9 @@ class Gateway:
     async def spawn(self, tag: str, count: int, lease: float) -> list[str]:
         """Create sandboxes that end after ``lease`` seconds unless the lease is renewed. Returns their ids."""
         body = {"snapshot_tag": tag, "n": count, "timeout": lease}
-        created = await self.call("POST", "/v1/sandboxes", body, seconds=SPAWN_TIMEOUT_SECONDS)
+        created_sandboxes = await self.call("POST", "/v1/sandboxes", body, seconds=SPAWN_TIMEOUT_SECONDS)
         try:
-            ids = [str(sandbox["id"]) for sandbox in created]
+            ids = [str(sandbox["id"]) for sandbox in created_sandboxes]
         except (KeyError, TypeError):
             ids = []
         if len(ids) != count:
@@ -102,7 +102,7 @@ class Gateway:
     ) -> list[Failure]:
         semaphore = asyncio.Semaphore(_MAX_CONCURRENT_REQUESTS)
 
-        async def call_for(sandbox: str) -> Failure | None:
+        async def send_request(sandbox: str) -> Failure | None:
             async with semaphore:
                 try:
                     await self.call(method, route.format(quote(sandbox, safe="")), body)
@@ -110,7 +110,7 @@ class Gateway:
                     return failure
             return None
 
-        return [failure for failure in await asyncio.gather(*map(call_for, sandboxes)) if failure]
+        return [failure for failure in await asyncio.gather(*map(send_request, sandboxes)) if failure]
 
 
 def _find_error_message(status: int, body: Any) -> str:

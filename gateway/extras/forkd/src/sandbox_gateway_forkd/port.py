@@ -91,7 +91,7 @@ class Port:
         try:
             if self._connections > MAX_CONNECTIONS:
                 await _send_response(
-                    writer, _make_error(f"the limit of {MAX_CONNECTIONS} connections is reached: try again later")
+                    writer, _make_error(f"the limit of {MAX_CONNECTIONS} connections has been reached: try again later")
                 )
             else:
                 await self._serve_requests(reader, writer)

@@ -77,7 +77,7 @@ async def delete_snapshot(
 async def show_snapshot(ref: TagRef, engine: EngineDep) -> shapes.SnapshotDetail:
     snapshot = engine.snapshots.get(ref)
     user_ids = [sandbox.id for sandbox in engine.references.users_of(snapshot).blocking_sandboxes]
-    return shapes.describe_snapshot_in_detail(snapshot, engine.snapshots.files_of(snapshot.id), user_ids)
+    return shapes.describe_snapshot_in_detail(snapshot, engine.snapshots.get_file_paths(snapshot.id), user_ids)
 
 
 @router.post(
@@ -212,7 +212,7 @@ async def _wait_for_build(build: Build) -> None:
 
 
 def _describe_snapshot(engine: Engine, snapshot: Snapshot) -> shapes.SnapshotInfo:
-    return shapes.describe_snapshot(snapshot, engine.snapshots.files_of(snapshot.id))
+    return shapes.describe_snapshot(snapshot, engine.snapshots.get_file_paths(snapshot.id))
 
 
 def _describe_sandbox(engine: Engine, sandbox: Sandbox) -> shapes.SandboxInfo:

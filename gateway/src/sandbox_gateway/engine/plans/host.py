@@ -75,7 +75,7 @@ class PlannedHost:
     def storage_commands(self) -> None:
         """Return None, because a planned host does not run commands."""
 
-    async def find_stalled(self) -> set[str]:
+    async def find_stalled_instances(self) -> set[str]:
         return set()
 
     async def resume_stalled(self, sandbox: Sandbox) -> None:
@@ -194,8 +194,8 @@ class PlannedHost:
     async def remove_snapshot(self, snapshot: Snapshot) -> None:
         self._room.remove_snapshot(snapshot)
 
-    def files_of(self, snapshot: Snapshot) -> dict[str, str]:
-        return self._real_host.files_of(snapshot) if self._has_snapshot(snapshot) else {"dir": ""}
+    def get_file_paths(self, snapshot: Snapshot) -> dict[str, str]:
+        return self._real_host.get_file_paths(snapshot) if self._has_snapshot(snapshot) else {"dir": ""}
 
     def memory_problem(self, snapshot: Snapshot) -> str:
         return self._real_host.memory_problem(snapshot) if self._has_snapshot(snapshot) else ""

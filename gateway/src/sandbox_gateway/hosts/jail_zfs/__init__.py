@@ -17,7 +17,7 @@
 Packages: ``jail`` (a jail's configuration, limits, mounts and root file system), ``network`` (bridge, epairs, pf),
 ``storage`` (datasets, snapshots, records, the lock).
 
-Imports go only downwards in this list (tests/lint/imports.toml). ``storage`` uses ``zfs_core`` instead of
+A module imports only modules below it in this list (tests/lint/imports.toml). ``storage`` uses ``zfs_core`` instead of
 ``commands``.
 
     host

@@ -23,7 +23,7 @@ class DiskUsage:
         """Other threads skip these, so that a file system that hangs blocks only one thread."""
 
     async def read(self, mount_points: Mapping[str, Path]) -> dict[str, int | None]:
-        """Return the number of bytes that each file system references, or None if it cannot be read soon."""
+        """Return the number of bytes that each file system references, or None if it cannot be read in time."""
         results: dict[Path, int | None] = {}
         is_abandoned = threading.Event()
 
@@ -46,7 +46,7 @@ class DiskUsage:
 
     @contextlib.contextmanager
     def _reserved(self, path: Path) -> Iterator[bool]:
-        """Yield whether no other thread reads this file system. If so, others skip it inside this context."""
+        """Yield whether no other thread is reading this file system. If none is, others skip it inside this context."""
         with self._lock:
             is_free = path not in self._paths_being_read
             self._paths_being_read.add(path)

@@ -85,7 +85,7 @@ class Disks:
     async def discard(self, instance: str) -> None:
         """Remove or retire an instance's dataset.
 
-        Retries in the background while the dataset is in use, for example by a dying jail, and if the command hangs.
+        Retries in the background while the dataset is in use, for example by a dying jail, or if the command hangs.
         """
         try:
             if self._mounts.describe_stuck_mounts(self._create_mount_filter(instance)):
@@ -150,7 +150,7 @@ class Disks:
         """Update the ZFS names in the records of snapshots. A name changes when the snapshot's sandbox is removed."""
         for snapshot in self._snapshots.values():
             with contextlib.suppress(NotFound):
-                snapshot.host["zfsSnapshot"] = self._storage.snapshots.full_name(snapshot.id)
+                snapshot.host["zfsSnapshot"] = self._storage.snapshots.get_full_name(snapshot.id)
 
     # -- queries ----------------------------------------------------------------------------------------------------
 

@@ -48,7 +48,7 @@ from sandbox_gateway.hosts.jail_zfs.jail.rctl import Limits
 from sandbox_gateway.hosts.jail_zfs.jail.suspension import JailSuspension
 from sandbox_gateway.hosts.jail_zfs.machine_register import Machine, MachineRegister
 from sandbox_gateway.hosts.jail_zfs.network.jail_network import JailNetwork
-from sandbox_gateway.hosts.jail_zfs.network.pf import require_enforceable
+from sandbox_gateway.hosts.jail_zfs.network.pf import require_enforceable_policy
 from sandbox_gateway.hosts.jail_zfs.recovery import JailRecovery
 from sandbox_gateway.hosts.jail_zfs.runner import END_REASON, JailRunner
 from sandbox_gateway.hosts.jail_zfs.storage.slow_commands import list_slow_commands
@@ -156,7 +156,7 @@ class JailZfsHost:
 
     async def room(self) -> Room:
         (disk_free, disk_total), memory = await asyncio.gather(
-            run_in_thread(self._storage.space), read_memory(self._run)
+            run_in_thread(self._storage.measure_space), read_memory(self._run)
         )
         return Room(disk_free, disk_total, *memory)
 
@@ -166,7 +166,7 @@ class JailZfsHost:
         ]
         return StorageCommands(slow_commands, zfs_core.count_timeouts())
 
-    async def find_stalled(self) -> set[str]:
+    async def find_stalled_instances(self) -> set[str]:
         """Return an empty set, because the processes of a jail keep running when a write fails for lack of space."""
         return set()
 
@@ -212,7 +212,7 @@ class JailZfsHost:
     async def fork(self, snapshot: Snapshot, sandbox: Sandbox, *, with_memory: bool, hold: bool = False) -> None:
         if with_memory or hold:
             raise Unsupported("a jail host captures only files, not memory: fork the snapshot without memory")
-        machine = self._reserve(sandbox, self._names.make_default_name(sandbox.instance))
+        machine = self._reserve_address(sandbox, self._names.make_default_name(sandbox.instance))
         try:
             await self._runner.start(machine, sandbox, self._disks.clone(snapshot.id, sandbox))
         except BaseException:
@@ -227,14 +227,14 @@ class JailZfsHost:
 
     async def boot(self, sandbox: Sandbox) -> None:
         root = self._disks.path(sandbox.instance)
-        machine = self._reserve(sandbox, await self._names.choose_unused(sandbox.instance, root))
+        machine = self._reserve_address(sandbox, await self._names.choose_unused_name(sandbox.instance, root))
         try:
             await self._runner.start(machine, sandbox, self._disks.mount(sandbox.instance))
         except BaseException:
             await finish_despite_cancellation(self.stop(sandbox))
             raise
 
-    def _reserve(self, sandbox: Sandbox, jail: str) -> Machine:
+    def _reserve_address(self, sandbox: Sandbox, jail: str) -> Machine:
         """Reserve an address for a jail that is about to start. Raises Busy if all addresses are in use."""
         return self._register.reserve(sandbox.instance, jail, self._disks.path(sandbox.instance))
 
@@ -263,7 +263,7 @@ class JailZfsHost:
         snapshot.memory = MemoryMode.NONE
         snapshot.resources = sandbox.resources
         snapshot.host = {"zfsSnapshot": self._disks.predict_name(sandbox, snapshot)}
-        async with self._volumes.paused_writers(sandbox, volumes):
+        async with self._volumes.writers_paused(sandbox, volumes):
             await self._disks.capture(sandbox, snapshot, volumes)
         self._disks.add_snapshot(snapshot)
         return snapshot
@@ -274,7 +274,7 @@ class JailZfsHost:
     async def remove_snapshot(self, snapshot: Snapshot) -> None:
         await self._disks.remove_snapshot(snapshot)
 
-    def files_of(self, snapshot: Snapshot) -> dict[str, str]:
+    def get_file_paths(self, snapshot: Snapshot) -> dict[str, str]:
         return {"dir": str(snapshot.host.get("zfsSnapshot", ""))}
 
     def memory_problem(self, snapshot: Snapshot) -> str:
@@ -346,7 +346,7 @@ class JailZfsHost:
         return self._network.name_servers()
 
     def check_network(self, policy: NetworkPolicy) -> None:
-        require_enforceable(policy)
+        require_enforceable_policy(policy)
 
     async def apply_network(self, sandbox: Sandbox, policy: NetworkPolicy) -> None:
         await self._runner.change_policy(sandbox, policy)

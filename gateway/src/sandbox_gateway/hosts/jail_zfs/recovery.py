@@ -39,31 +39,33 @@ class JailRecovery:
         loop = asyncio.get_running_loop()
         jails = await self._jails.list_below(self._disks.directory)
 
-        def teardown(instance: str) -> None:
+        def tear_down(instance: str) -> None:
             coroutine = self._tear_down(instance, jails.pop(instance, []))
             asyncio.run_coroutine_threadsafe(coroutine, loop).result(_TEARDOWN_TIMEOUT_SECONDS)
 
-        storage_scan = await self._disks.scan(teardown)
+        storage_scan = await self._disks.scan(tear_down)
         scan = Scan(storage_scan.snapshots, storage_scan.sandboxes, storage_scan.volumes, storage_scan.volume_snapshots)
         scan.repaired += storage_scan.repaired
         scan.unreadable_sandboxes = storage_scan.unreadable_sandboxes
         for sandbox in storage_scan.sandboxes:
             if self._adopt(sandbox, jails.get(sandbox.instance, [])):
                 del jails[sandbox.instance]
-                scan.alive.add(sandbox.instance)
+                scan.running_instances.add(sandbox.instance)
         for instance, stray_jails in jails.items():
             await self._tear_down(instance, stray_jails)
-            if any(not jail.dying for jail in stray_jails):
+            if any(not jail.is_dying for jail in stray_jails):
                 scan.repaired.append(f"removed the jail {stray_jails[0].name}, which belonged to no sandbox")
         scan.repaired += await self._sweep()
         scan.repaired += await self._volumes.recover(storage_scan.sandboxes)
-        adopted_sandboxes = (sandbox for sandbox in storage_scan.sandboxes if sandbox.instance in scan.alive)
+        adopted_sandboxes = (
+            sandbox for sandbox in storage_scan.sandboxes if sandbox.instance in scan.running_instances
+        )
         await finish_despite_cancellation(wait_for_all(*map(self._runner.restore_network, adopted_sandboxes)))
         return scan
 
     def _adopt(self, sandbox: Sandbox, jails: Sequence[Jail]) -> bool:
         name, number = sandbox.host.get("jail"), sandbox.host.get("number")
-        if [jail.name for jail in jails if not jail.dying] != [name]:
+        if [jail.name for jail in jails if not jail.is_dying] != [name]:
             return False
         return self._register.adopt(sandbox.instance, str(name), number, self._disks.path(sandbox.instance))
 

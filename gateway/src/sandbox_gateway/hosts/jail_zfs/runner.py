@@ -50,12 +50,12 @@ class JailRunner:
 
     # -- start ------------------------------------------------------------------------------------------------------
 
-    async def start(self, machine: Machine, sandbox: Sandbox, disk_ready: Awaitable[None]) -> None:
+    async def start(self, machine: Machine, sandbox: Sandbox, disk_mounting: Awaitable[None]) -> None:
         """Start a jail. If this fails, the caller must stop the sandbox.
 
-        ``disk_ready``: an awaitable that completes when the jail's file system is mounted.
+        ``disk_mounting``: an awaitable that completes when the jail's file system is mounted.
         """
-        await finish_despite_cancellation(wait_for_all(disk_ready, self._prepare(machine, sandbox)))
+        await finish_despite_cancellation(wait_for_all(disk_mounting, self._prepare(machine, sandbox)))
         await self._launch(machine, sandbox)
 
     async def _prepare(self, machine: Machine, sandbox: Sandbox) -> None:
@@ -78,7 +78,7 @@ class JailRunner:
             machine.root,
             hostname=sandbox.hostname,
             identity=self._identities.path(sandbox.instance) if can_mount_identity(machine.root) else None,
-            interface=epair.inner,
+            interface=epair.inner_end,
         )
         machine.is_running = True
         try:
@@ -87,7 +87,7 @@ class JailRunner:
                     self._jails.configure_loopback(machine.jail),
                     self._jails.configure_interface(
                         machine.jail,
-                        epair.inner,
+                        epair.inner_end,
                         address=epair.address,
                         prefix=bridge.subnet.prefixlen,
                         gateway=bridge.gateway,
@@ -95,7 +95,7 @@ class JailRunner:
                 )
             )
         except BackendFailed:
-            if machine.jail not in await self._jails.list_alive():
+            if machine.jail not in await self._jails.list_alive_jails():
                 raise BackendFailed(f"the sandbox did not start: {END_REASON}") from None
             raise
         sandbox.host = {"jail": machine.jail, "number": epair.number, "address": epair.address}
@@ -124,7 +124,7 @@ class JailRunner:
 
     async def clean_up(self, machine: Machine, instance: str) -> None:
         """Remove the jail first and then its other resources, so that no running process loses a resource."""
-        if await self._attempt(machine, self._jails.remove(machine.jail, machine.epair.inner)):
+        if await self._attempt(machine, self._jails.remove(machine.jail, machine.epair.inner_end)):
             machine.is_running = False
         is_disconnected, *_ = await asyncio.gather(
             self._attempt(machine, self._network.destroy_epair(machine.epair)),

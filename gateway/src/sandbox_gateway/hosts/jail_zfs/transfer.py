@@ -56,7 +56,7 @@ def open_source(streams: SnapshotStreams, snapshot: Snapshot, directory: Path, r
     Raises GatewayError.
     """
     # If the dataset is compressed, the stream can be larger. Sending it then fails.
-    _require_room(directory, streams.measure(snapshot.id) + reserve_bytes, "export the snapshot")
+    _require_space(directory, streams.measure(snapshot.id) + reserve_bytes, "export the snapshot")
     file = _create_file(directory)
     try:
         streams.send(snapshot.id, file.fileno())
@@ -80,7 +80,7 @@ class StreamTarget:
 
     def create(self, size: int, reserve_bytes: int) -> None:
         """Create the temporary file for a stream of ``size`` bytes. Raises GatewayError."""
-        _require_room(self._directory, size + reserve_bytes, "import the snapshot")
+        _require_space(self._directory, size + reserve_bytes, "import the snapshot")
         self._file = _create_file(self._directory)
         with translated_os_errors(str(self._directory)):
             os.ftruncate(self._file.fileno(), size)
@@ -91,7 +91,7 @@ class StreamTarget:
             write_all(self._file.fileno(), data, offset)
 
     async def commit(self) -> None:
-        self._snapshot.host = {"zfsSnapshot": self._streams.full_name(self._snapshot)}
+        self._snapshot.host = {"zfsSnapshot": self._streams.get_full_name(self._snapshot)}
         await finish_despite_cancellation(run_in_thread(self._receive))
         self._on_commit(self._snapshot)
 
@@ -112,14 +112,14 @@ def _create_file(directory: Path) -> BinaryIO:
         return tempfile.TemporaryFile(dir=directory, prefix="stream-")
 
 
-def _require_room(directory: Path, size: int, action: str) -> None:
+def _require_space(directory: Path, size: int, action: str) -> None:
     with translated_os_errors(str(directory)):
         free_bytes = shutil.disk_usage(directory).free
     if free_bytes < size:
-        raise _no_room_error(directory, action)
+        raise _make_no_space_error(directory, action)
 
 
-def _no_room_error(directory: Path, action: str) -> NoSpace:
+def _make_no_space_error(directory: Path, action: str) -> NoSpace:
     return NoSpace(
         f"there is not enough space in {directory} to {action}: the whole stream is stored there first. Free some "
         "space there"

@@ -57,7 +57,10 @@ class JailVolumes:
         volume.size_mb = size_mb
 
     async def remove(self, volume: Volume) -> None:
-        """Commit the removal, then destroy the datasets. Retries in the background while they are in use, or hang."""
+        """Commit the removal, then destroy the datasets.
+
+        Retries in the background while the datasets are in use, or if a command hangs.
+        """
         await finish_despite_cancellation(run_in_thread(self._volume_storage.commit_removal, volume.id))
         try:
             if self._mounts.describe_stuck_mounts(self._create_mount_filter(volume.id)):
@@ -70,7 +73,7 @@ class JailVolumes:
             self._background.start(self._retry(volume.id, "removed", self._volume_storage.finish_removal))
 
     async def state(self, volume: Volume) -> VolumeState:
-        used_bytes = await run_in_thread(self._volume_storage.used_bytes, volume.id)
+        used_bytes = await run_in_thread(self._volume_storage.count_used_bytes, volume.id)
         return VolumeState(used_bytes, self._mounts.describe_stuck_mounts(self._create_mount_filter(volume.id)))
 
     async def capture(self, snapshot: VolumeSnapshot) -> None:
@@ -92,7 +95,7 @@ class JailVolumes:
     # -- capture with a sandbox -------------------------------------------------------------------------------------
 
     @contextlib.asynccontextmanager
-    async def paused_writers(self, sandbox: Sandbox, volumes: Sequence[VolumeSnapshot]) -> AsyncIterator[None]:
+    async def writers_paused(self, sandbox: Sandbox, volumes: Sequence[VolumeSnapshot]) -> AsyncIterator[None]:
         """Ensure that all snapshots taken inside this context represent the same point in time.
 
         If ZFS cannot take several snapshots atomically on this host, stops the jails that write to the sandbox or the
@@ -144,16 +147,16 @@ class JailVolumes:
             await self._retire_former_datasets(volume.id)
 
     async def _swap_mounts(
-        self, volume_id: str, mounts: list[tuple[Machine, MountEntry]], new: Path, old: Path
+        self, volume_id: str, mounts: list[tuple[Machine, MountEntry]], new_path: Path, old_path: Path
     ) -> None:
-        """Replace ``mounts`` with mounts of ``new``. On failure, mount ``old`` again."""
+        """Replace ``mounts`` with mounts of ``new_path``. On failure, mount ``old_path`` again."""
         try:
             for _, mount in mounts:
                 await self._mounts.unmount(mount)
             for machine, mount in mounts:
-                await self._mounts.mount(machine.root, new, _to_sandbox_mount(volume_id, machine, mount))
+                await self._mounts.mount(machine.root, new_path, _to_sandbox_mount(volume_id, machine, mount))
         except BaseException:
-            await self._restore_mounts(volume_id, mounts, old)
+            await self._restore_mounts(volume_id, mounts, old_path)
             raise
 
     async def _restore_mounts(self, volume_id: str, mounts: list[tuple[Machine, MountEntry]], source: Path) -> None:
@@ -250,14 +253,16 @@ class JailVolumes:
                     notes.append(f"could not mount {each.path} in sandbox {sandbox.id}: {error.message}")
         return notes
 
-    def _is_correct(self, existing: MountEntry, expected: Mount | None) -> bool:
-        volume_id = self._volume_storage.find_id(existing.special)
+    def _is_correct(self, existing_mount: MountEntry, expected_mount: Mount | None) -> bool:
+        volume_id = self._volume_storage.find_id(existing_mount.special)
         is_known = self._volume_storage.is_known(volume_id)
         if is_known is None:
             return True
-        if expected is None or not is_known or (expected.volume, expected.read_only) != (volume_id, existing.read_only):
+        if expected_mount is None or not is_known:
             return False
-        return existing.special == str(self._volume_storage.path(self._volume_storage.dataset(volume_id)))
+        if (expected_mount.volume, expected_mount.read_only) != (volume_id, existing_mount.read_only):
+            return False
+        return existing_mount.special == str(self._volume_storage.path(self._volume_storage.dataset(volume_id)))
 
 
 def _to_sandbox_mount(volume_id: str, machine: Machine, mount: MountEntry) -> Mount:

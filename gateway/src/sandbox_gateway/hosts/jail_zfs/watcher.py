@@ -40,7 +40,7 @@ class JailWatcher:
             if not running_machines:
                 continue
             try:
-                running_jails = await self._jails.list_alive()
+                running_jails = await self._jails.list_alive_jails()
                 should_probe = check_count % _CHECKS_PER_PROBE == 0
                 unresponsive_jails = (
                     await self._find_unresponsive([each for _, each in running_machines]) if should_probe else set()

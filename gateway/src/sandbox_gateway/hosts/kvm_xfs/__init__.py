@@ -17,7 +17,7 @@
 Packages: ``image`` (files on disk), ``qemu`` (one machine), ``memory`` (pages of its memory), ``network`` (slots),
 ``volumes`` (volumes and their servers), ``template`` (disks of templates).
 
-Imports go only downwards in this list (tests/lint/imports.toml):
+A module imports only modules below it in this list (tests/lint/imports.toml):
 
     host
     capture, recovery, template

@@ -45,7 +45,7 @@ def clear_append_flag(writer: int) -> bool:
     return True
 
 
-def open_log_of(pid: int, directory: Path | None = None) -> int:
+def open_process_log(pid: int, directory: Path | None = None) -> int:
     """Open the log of a running process and return the descriptor. Raises OSError.
 
     ``directory``: the machine's directory. If an older release started the machine, the log is a file in it.

@@ -49,7 +49,7 @@ class Capture:
         self._partial = partial
         self._tracking = tracking
         self._stack = contextlib.ExitStack()
-        self._rounds = 0
+        self._round_count = 0
         self.mode = MemoryMode.NONE
         self.memory_bytes = 0
         self.image_check: ImageCheck | None = None
@@ -106,7 +106,7 @@ class Capture:
     async def _copy_in_rounds(self, tracking: WriteTracking) -> None:
         """Copy written pages while the machine runs, until few remain or rounds no longer reduce their number."""
         self.mode = MemoryMode.LIVE
-        while self._rounds < _MAX_ROUNDS:
+        while self._round_count < _MAX_ROUNDS:
             runs = await self._take_pages(tracking)
             copied_bytes = count_bytes(runs)
             self._dirty_bytes = await asyncio.to_thread(self._copy_round, runs, tracking)
@@ -119,11 +119,11 @@ class Capture:
         # Flush now, because the reflink in the last stop waits until all data has been written.
         os.fdatasync(self._image)
         os.fsync(self._disk)
-        return count_bytes(tracking.list_since_last_take(self._ram))
+        return count_bytes(tracking.list_pages_since_last_take(self._ram))
 
     async def _take_pages(self, tracking: WriteTracking) -> Runs:
-        only_new, self._rounds = self._rounds > 0, self._rounds + 1
-        if tracking.can_take_while_running:
+        only_new, self._round_count = self._round_count > 0, self._round_count + 1
+        if tracking.can_take_marks_while_running:
             runs = await asyncio.to_thread(tracking.take, self._ram, only_new=only_new)
             async with self._stopped():
                 return runs
@@ -147,7 +147,7 @@ class Capture:
                 record_step("volumes")
 
     async def _buffer_pages(self, tracking: WriteTracking) -> None:
-        runs = tracking.take(self._ram, only_new=self._rounds > 0)
+        runs = tracking.take(self._ram, only_new=self._round_count > 0)
         # Switching to a thread costs more than copying a few pages; copying many would block the event loop.
         if count_bytes(runs) <= _MAX_INLINE_BYTES:
             self._copier.buffer(runs)

@@ -72,21 +72,21 @@ class Cgroups:
             self._busy_instances.add(instance)
         self._remove_empty_roots()
 
-    def sweep(self, keep: set[str]) -> None:
-        """Remove the groups of machines that are not in ``keep``. Groups that contain processes remain."""
+    def sweep(self, kept_instances: set[str]) -> None:
+        """Remove the groups of machines that are not in ``kept_instances``. Groups that contain processes remain."""
         unknown_instances = {
             group.name
             for root in self._list_roots()
             if root.is_dir()
             for group in root.iterdir()
-            if group.is_dir() and group.name not in keep
+            if group.is_dir() and group.name not in kept_instances
         }
         for instance in sorted(unknown_instances):
             if not self._try_remove(instance, time.monotonic()):
                 log.warning("a control group is not empty", instance=instance)
         self._remove_empty_roots()
 
-    def memory_bytes(self, instance: str) -> int | None:
+    def read_memory_bytes(self, instance: str) -> int | None:
         """Return the bytes of memory charged to the machine, including page cache, or None if they are unknown."""
         hierarchy = self._hierarchies.get("memory")
         if hierarchy is None:
@@ -124,11 +124,11 @@ class Cgroups:
 
         Retries until ``deadline``, because a process leaves its group only some time after it has ended.
         """
-        remaining = {root / instance for root in self._list_roots()}
+        remaining_groups = {root / instance for root in self._list_roots()}
         while True:
-            remaining = {group for group in remaining if not _remove_group(group)}
-            if not remaining or time.monotonic() >= deadline:
-                return not remaining
+            remaining_groups = {group for group in remaining_groups if not _remove_group(group)}
+            if not remaining_groups or time.monotonic() >= deadline:
+                return not remaining_groups
             time.sleep(0.005)
 
     def _warn_once(self, controller: str, reason: str) -> None:

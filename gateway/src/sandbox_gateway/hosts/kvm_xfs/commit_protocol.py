@@ -16,55 +16,58 @@ from sandbox_gateway.hosts.tree_removal import remove_tree
 PARTIAL_PREFIX = ".partial-"
 
 
-def partial_of(final: Path) -> Path:
-    """Return the directory in which ``final`` is created."""
-    return final.with_name(PARTIAL_PREFIX + final.name)
+def get_partial_directory(final_directory: Path) -> Path:
+    """Return the directory in which ``final_directory`` is created."""
+    return final_directory.with_name(PARTIAL_PREFIX + final_directory.name)
 
 
-def commit(final: Path, *, durable: bool = True) -> None:
-    """Rename the partial directory of ``final`` into place. ``durable``: see ``record_files.write_record``."""
-    partial = partial_of(final)
+def commit(final_directory: Path, *, durable: bool = True) -> None:
+    """Rename the partial directory of ``final_directory`` into place.
+
+    ``durable``: see ``record_files.write_record``.
+    """
+    partial_directory = get_partial_directory(final_directory)
     if durable:
-        sync_directory(partial)
-    partial.rename(final)
+        sync_directory(partial_directory)
+    partial_directory.rename(final_directory)
     if durable:
-        sync_directory(final.parent)
+        sync_directory(final_directory.parent)
 
 
-def undo(final: Path) -> None:
-    """Remove ``final``, whether it is committed or not."""
-    partial = partial_of(final)
-    if partial.exists():
-        remove_tree(partial, ignore_errors=True)
+def undo(final_directory: Path) -> None:
+    """Remove ``final_directory``, whether it is committed or not."""
+    partial_directory = get_partial_directory(final_directory)
+    if partial_directory.exists():
+        remove_tree(partial_directory, ignore_errors=True)
     else:  # The rename succeeded, but a later step failed.
-        remove_durably(final)
+        remove_durably(final_directory)
 
 
 def remove(directory: Path) -> None:
     """Remove a directory if it exists. If the process crashes before the end, the next sweep removes the rest."""
     if not directory.exists():
         return
-    partial = partial_of(directory) if not directory.name.startswith(PARTIAL_PREFIX) else directory
-    if partial != directory:
-        directory.rename(partial)
-    remove_tree(partial)
+    partial_directory = get_partial_directory(directory) if not directory.name.startswith(PARTIAL_PREFIX) else directory
+    if partial_directory != directory:
+        directory.rename(partial_directory)
+    remove_tree(partial_directory)
 
 
 def remove_durably(directory: Path) -> None:
     """Durably remove a directory, if it exists, with one rename. Its files may remain until the next sweep."""
-    partial = partial_of(directory)
+    partial_directory = get_partial_directory(directory)
     try:
-        directory.rename(partial)
+        directory.rename(partial_directory)
     except FileNotFoundError:
         return
     sync_directory(directory.parent)
-    remove_tree(partial, ignore_errors=True)
+    remove_tree(partial_directory, ignore_errors=True)
 
 
 def sweep(parent: Path) -> list[str]:
     """Remove uncommitted entries in ``parent`` and its subdirectories, and return their names."""
     names = []
-    for entry in _find_partial(parent):
+    for entry in _find_partial_entries(parent):
         if entry.is_dir():
             remove_tree(entry)
         else:
@@ -73,7 +76,7 @@ def sweep(parent: Path) -> list[str]:
     return names
 
 
-def _find_partial(parent: Path) -> list[Path]:
+def _find_partial_entries(parent: Path) -> list[Path]:
     """Return the uncommitted entries in ``parent`` and its subdirectories."""
     partial_entries, subdirectories = [], []
     with os.scandir(parent) as entries:

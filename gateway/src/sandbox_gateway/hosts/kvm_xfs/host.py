@@ -53,7 +53,7 @@ from sandbox_gateway.hosts.kvm_xfs.template.build import build_rootfs
 from sandbox_gateway.hosts.kvm_xfs.template.image.registry import resolve_digest
 from sandbox_gateway.hosts.kvm_xfs.volumes.kvm_volumes import KvmVolumes
 from sandbox_gateway.hosts.kvm_xfs.volumes.server_pool import ServerPool
-from sandbox_gateway.hosts.network_policy import name_servers
+from sandbox_gateway.hosts.network_policy import find_name_servers
 from sandbox_gateway.hosts.os_errors import translated_os_errors
 from sandbox_gateway.hosts.state_root import create_state_root
 from sandbox_gateway.image_references import parse_image_reference
@@ -148,10 +148,10 @@ class KvmXfsHost:
             return await asyncio.to_thread(_read_room, self._config.host.state_root, self._memory_roots)
 
     def storage_commands(self) -> None:
-        """Return None, because reflinks are system calls."""
+        """Return None, because this host stores data with system calls, not commands."""
 
-    async def find_stalled(self) -> set[str]:
-        return await self._machines.list_stalled()
+    async def find_stalled_instances(self) -> set[str]:
+        return await self._machines.list_stalled_instances()
 
     async def resume_stalled(self, sandbox: Sandbox) -> None:
         machine = self._machines.require_running(sandbox).machine
@@ -164,7 +164,7 @@ class KvmXfsHost:
         return self._machines.platform
 
     def name_servers(self) -> list[str]:
-        return name_servers(self._config.network)
+        return find_name_servers(self._config.network)
 
     def on_exit(self, callback: Callable[[str], None]) -> None:
         self._machines.on_exit = callback
@@ -208,16 +208,16 @@ class KvmXfsHost:
     ) -> Snapshot:
         machine = self._machines.require_running(sandbox).machine
         files = self._layout.instance(sandbox)
-        tracking = self._write_tracking.get(machine, _boot_image_check(sandbox)) if memory else None
+        tracking = self._write_tracking.get(machine, _get_boot_image_check(sandbox)) if memory else None
         location = "the state file system"
-        if memory and (memory_directory := await asyncio.to_thread(self._directory_for_capture, files)):
-            memory_directory.record_in(snapshot)
+        if memory and (memory_directory := await asyncio.to_thread(self._find_capture_directory, files)):
+            memory_directory.record_location(snapshot)
             location += f" or in the memory root {memory_directory.root}"
         capture = Capture(machine, files, self._snapshots.partial_files(snapshot), tracking)
         with translated_os_errors(location):
-            async with self._volumes.pending_snapshots(volumes) as pending:
+            async with self._volumes.pending_snapshots(volumes) as pending_snapshots:
                 try:
-                    await capture.run(pending.clone_images if volumes else None)
+                    await capture.run(pending_snapshots.clone_images if volumes else None)
                     snapshot.memory = capture.mode
                     snapshot.memory_bytes_written = capture.memory_bytes
                     snapshot.pause_ms = capture.pause_ms
@@ -230,7 +230,7 @@ class KvmXfsHost:
                         snapshot.host["degraded"] = tracking.reason
                         self._report_degraded_mode(tracking.reason, capture.mode)
                     snapshot.host["line"] = memory and await machine.is_line_open()
-                    await pending.commit()
+                    await pending_snapshots.commit()
                     await finish_despite_cancellation(asyncio.to_thread(self._snapshots.commit, snapshot))
                 except BaseException:
                     await clean_up(logger, asyncio.to_thread(self._snapshots.undo, snapshot))
@@ -239,9 +239,9 @@ class KvmXfsHost:
             self._background.start(asyncio.to_thread(self._snapshots.sync, snapshot))
         return snapshot
 
-    def _directory_for_capture(self, files: InstanceFiles) -> MemoryDirectory | None:
+    def _find_capture_directory(self, files: InstanceFiles) -> MemoryDirectory | None:
         memory_roots.require_held_image(files.memory)
-        return self._memory_roots.directory_for_capture()
+        return self._memory_roots.find_capture_directory()
 
     def _report_degraded_mode(self, reason: str, mode: MemoryMode) -> None:
         """Log a warning that captures do not use the best memory mode, once per reason."""
@@ -257,8 +257,8 @@ class KvmXfsHost:
         with translated_os_errors():
             await asyncio.to_thread(self._snapshots.remove, snapshot)
 
-    def files_of(self, snapshot: Snapshot) -> dict[str, str]:
-        return self._snapshots.files_of(snapshot)
+    def get_file_paths(self, snapshot: Snapshot) -> dict[str, str]:
+        return self._snapshots.get_file_paths(snapshot)
 
     def memory_problem(self, snapshot: Snapshot) -> str:
         return self._memory_roots.memory_problem(snapshot)
@@ -279,9 +279,9 @@ class KvmXfsHost:
         self, snapshot: Snapshot, sizes: Mapping[SnapshotPart, int], *, line: bool
     ) -> SnapshotTarget:
         if snapshot.memory is not MemoryMode.NONE and (
-            memory_directory := await asyncio.to_thread(self._memory_roots.directory_for_capture)
+            memory_directory := await asyncio.to_thread(self._memory_roots.find_capture_directory)
         ):
-            memory_directory.record_in(snapshot)
+            memory_directory.record_location(snapshot)
         target = transfer.SnapshotFileTarget(self._snapshots, snapshot, asdict(self.platform), line=line)
         try:
             await finish_despite_cancellation(asyncio.to_thread(target.create, sizes))
@@ -355,7 +355,7 @@ class KvmXfsHost:
     async def has_diverged(self, sandbox: Sandbox, head: Snapshot) -> bool:
         disk, head_disk = self._layout.instance(sandbox).disk, self._snapshots.files(head).disk
         with _removal_explained(sandbox):
-            return not await asyncio.to_thread(reflink.has_same_extents, disk, head_disk)
+            return not await asyncio.to_thread(reflink.have_same_extents, disk, head_disk)
 
     async def usage(self, sandbox: Sandbox) -> Usage:
         with _removal_explained(sandbox):
@@ -363,7 +363,7 @@ class KvmXfsHost:
             disk_bytes = await asyncio.to_thread(reflink.count_unique_bytes, files.disk)
             image_bytes = await asyncio.to_thread(instances.measure_image, files)
         started_machine = self._machines.find(sandbox)
-        memory_bytes = await asyncio.to_thread(started_machine.machine.memory_bytes) if started_machine else 0
+        memory_bytes = await asyncio.to_thread(started_machine.machine.read_memory_bytes) if started_machine else 0
         return Usage(disk_bytes=disk_bytes, memory_bytes=memory_bytes, image_bytes=image_bytes)
 
     async def loads(self, sandboxes: Sequence[Sandbox]) -> dict[str, Load]:
@@ -433,10 +433,10 @@ def _read_room(root: Path, memory_roots: MemoryRoots) -> Room:
     status = os.statvfs(root)
     memory_free, memory_total = read_memory()
     disk_free, disk_total = status.f_bavail * status.f_frsize, status.f_blocks * status.f_frsize
-    return Room(disk_free, disk_total, memory_free, memory_total, memory_roots.disk())
+    return Room(disk_free, disk_total, memory_free, memory_total, memory_roots.measure_disk())
 
 
-def _boot_image_check(sandbox: Sandbox) -> ImageCheck | None:
+def _get_boot_image_check(sandbox: Sandbox) -> ImageCheck | None:
     """Return the check data of the memory image from which the sandbox's machine was started, or None."""
     check_data = sandbox.host.get("image")
     return None if check_data is None else ImageCheck.model_validate(check_data)

@@ -25,7 +25,7 @@ from sandbox_gateway.hosts.kvm_xfs.network.slots import SlotPool
 from sandbox_gateway.hosts.kvm_xfs.process_checks import send_signal, wait_until_ended
 from sandbox_gateway.hosts.kvm_xfs.qemu.command_line import MachineSpec, Platform
 from sandbox_gateway.hosts.kvm_xfs.qemu.machine import Machine
-from sandbox_gateway.hosts.kvm_xfs.qemu.processes import MachineProcess, list_running
+from sandbox_gateway.hosts.kvm_xfs.qemu.processes import MachineProcess, list_running_processes
 from sandbox_gateway.hosts.kvm_xfs.volumes.kvm_volumes import KvmVolumes
 from sandbox_gateway.log import Logger
 from sandbox_gateway.records import Sandbox, Snapshot
@@ -97,7 +97,7 @@ class Machines:
             raise Conflict(f"sandbox {sandbox.id} has no running machine: resume it first")
         return started_machine
 
-    async def list_stalled(self) -> set[str]:
+    async def list_stalled_instances(self) -> set[str]:
         """Return the instances that QEMU has stopped because the disk is full. Skips machines that do not answer."""
         semaphore = asyncio.Semaphore(_MAX_CONCURRENT_QUERIES)
 
@@ -111,7 +111,7 @@ class Machines:
         answers = await asyncio.gather(*map(is_stalled, machines.values()))
         return {instance for instance, answer in zip(machines, answers, strict=True) if answer}
 
-    def addresses(self) -> dict[str, str]:
+    def list_addresses(self) -> dict[str, str]:
         """Return the host-side address of each machine, keyed by instance."""
         return {
             instance: started_machine.slot.host_address for instance, started_machine in self._started_machines.items()
@@ -122,16 +122,16 @@ class Machines:
         sandboxes = {sandbox.instance: sandbox for sandbox in scan.sandboxes}
         known_processes: dict[str, tuple[MachineProcess, int]] = {}
         deadline = time.monotonic() + _DISK_TIMEOUT_SECONDS
-        for process in list_running(self._layout.sandboxes, self._config.network.prefix):
+        for process in list_running_processes(self._layout.sandboxes, self._config.network.prefix):
             sandbox = sandboxes.get(process.instance)
             if (
                 sandbox is None
                 or process.instance in known_processes
-                or not await _is_machine_of(process, self._layout.instance(sandbox), deadline)
+                or not await _has_opened_disk(process, self._layout.instance(sandbox), deadline)
             ):
                 if process.slot_number is None:
                     os.close(process.pidfd)
-                elif await _stop_stray(process):
+                elif await _stop_stray_process(process):
                     name = f"the machine {process.instance}" if process.instance else "an unknown machine"
                     scan.repaired.append(f"stopped {name}, which belonged to no sandbox")
             elif process.slot_number is None:
@@ -167,11 +167,13 @@ class Machines:
                 continue
             if was_stopped:
                 scan.repaired.append(f"the machine {instance} was stopped and has been resumed")
-            scan.alive.add(instance)
-        if old := {
-            each for each in scan.alive if bounded_log.has_old_log(self._started_machines[each].machine.files.directory)
+            scan.running_instances.add(instance)
+        if instances_with_old_logs := {
+            each
+            for each in scan.running_instances
+            if bounded_log.has_old_log(self._started_machines[each].machine.files.directory)
         }:
-            self._old_logs = asyncio.create_task(self._empty_old_logs(old))
+            self._old_logs = asyncio.create_task(self._empty_old_logs(instances_with_old_logs))
 
     # -- starting and ending ----------------------------------------------------------------------------------------
 
@@ -229,11 +231,11 @@ class Machines:
     def check_platform(self, snapshot: Snapshot) -> None:
         """Raise Unsupported if the snapshot's memory cannot be restored on this host."""
         recorded_platform = snapshot.host.get("platform", {})
-        for key, current in asdict(self.platform).items():
-            if recorded_platform.get(key) != current:
+        for key, value in asdict(self.platform).items():
+            if recorded_platform.get(key) != value:
                 raise Unsupported(
                     f"snapshot {snapshot.id} was captured with {key.replace('_', ' ')} "
-                    f"{recorded_platform.get(key)!r}, but this host has {current!r}, so its memory cannot be restored "
+                    f"{recorded_platform.get(key)!r}, but this host has {value!r}, so its memory cannot be restored "
                     "here: use a cold start (coldStart)"
                 )
 
@@ -284,7 +286,7 @@ class Machines:
             await asyncio.sleep(_OLD_LOG_INTERVAL_SECONDS)
 
 
-async def _is_machine_of(process: MachineProcess, files: InstanceFiles, deadline: float) -> bool:
+async def _has_opened_disk(process: MachineProcess, files: InstanceFiles, deadline: float) -> bool:
     """Return whether a process is the machine of ``files``, because it has opened their disk.
 
     Its command line does not prove this: a guest that controls QEMU can change it, but cannot open another disk. If the
@@ -299,7 +301,7 @@ async def _is_machine_of(process: MachineProcess, files: InstanceFiles, deadline
         await asyncio.sleep(_DISK_INTERVAL_SECONDS)
 
 
-async def _stop_stray(process: MachineProcess) -> bool:
+async def _stop_stray_process(process: MachineProcess) -> bool:
     """Kill a process and wait until it has ended. Returns False if it had already ended. Raises Timeout."""
     start = time.monotonic()
     had_ended = wait_until_ended(process.pidfd, 0)

@@ -44,7 +44,7 @@ class Quarantine:
             repaired.append(f"{directory.name} is damaged ({error}): moved it to {target}")
             log.warning("quarantined", path=str(directory), to=str(target), reason=str(error))
 
-    def list_from(self, parent: Path) -> list[str]:
+    def list_quarantined_paths(self, parent: Path) -> list[str]:
         """Return the paths of the quarantined objects that came from ``parent``."""
         return [str(path) for path in sorted(self._directory.glob(f"{parent.name}-*"))]
 

@@ -55,7 +55,7 @@ class RecordReader:
         self._results: dict[tuple[str, type], Any] = {}
         """Records or exceptions, by directory and kind."""
 
-    def find_newer(self, directories: Iterable[Path], kind: type[AnyRecord]) -> dict[str, str]:
+    def find_newer_records(self, directories: Iterable[Path], kind: type[AnyRecord]) -> dict[str, str]:
         """Return the paths of the manifests that only a newer release can read, with the reasons.
 
         Keeps the results for all other directories, for use by ``read``.
@@ -76,7 +76,7 @@ class RecordReader:
     def read(self, directory: Path, kind: type[AnyRecord]) -> AnyRecord:
         """Return the record in a directory, like ``read_record``.
 
-        A result that ``find_newer`` kept is used only once. The next call reads the record again.
+        A result that ``find_newer_records`` kept is used only once. The next call reads the record again.
         """
         result = self._results.pop((str(directory), kind), None)
         if isinstance(result, Exception):

@@ -46,21 +46,22 @@ class KvmRecovery:
                 continue  # It was never committed. _remove_orphaned_files removes it once its machine is stopped.
             with self._quarantine.quarantined_if_damaged(directory, scan.repaired):
                 scan.sandboxes.append(reader.read(directory, Sandbox))
-        scan.unreadable_sandboxes = self._quarantine.list_from(self._layout.sandboxes)
+        scan.unreadable_sandboxes = self._quarantine.list_quarantined_paths(self._layout.sandboxes)
         await self._volumes.find(scan, reader)
         await self._machines.adopt(scan)
-        await self._volumes.adopt(scan, self._machines.addresses())
+        await self._volumes.adopt(scan, self._machines.list_addresses())
         self._remove_orphaned_files(scan)
         await asyncio.to_thread(self._memory_roots.sweep, self._quarantine, scan.repaired)
         return scan
 
     def _refuse_newer_records(self, reader: RecordReader) -> None:
-        layout, list_directories, find_newer = self._layout, commit_protocol.list_directories, reader.find_newer
+        layout, list_directories = self._layout, commit_protocol.list_directories
+        find_newer_records = reader.find_newer_records
         refuse_newer_records(
-            find_newer([*list_directories(layout.templates), *list_directories(layout.snapshots)], Snapshot)
-            | find_newer(list_directories(layout.sandboxes), Sandbox)
-            | find_newer(list_directories(layout.volumes), Volume)
-            | find_newer(layout.volume_snapshots(), VolumeSnapshot)
+            find_newer_records([*list_directories(layout.templates), *list_directories(layout.snapshots)], Snapshot)
+            | find_newer_records(list_directories(layout.sandboxes), Sandbox)
+            | find_newer_records(list_directories(layout.volumes), Volume)
+            | find_newer_records(layout.volume_snapshots(), VolumeSnapshot)
         )
 
     def _remove_orphaned_files(self, scan: Scan) -> None:

@@ -47,11 +47,12 @@ def make_portable_platform(platform: Mapping[str, str]) -> dict[str, str]:
     return {**platform, "cpu_model": f"host {digest}"}
 
 
-def find_platform_problem(own: Mapping[str, str], other: Mapping[str, str]) -> str:
-    """Return, as a clause, why memory captured on the platform ``other`` cannot be restored on ``own``, or ""."""
-    for key, value in make_portable_platform(own).items():
-        if other.get(key) != value:
-            return f"it was captured with {key.replace('_', ' ')} {other.get(key)!r}, but this host has {value!r}"
+def find_platform_problem(own_platform: Mapping[str, str], other_platform: Mapping[str, str]) -> str:
+    """Return, as a clause, why memory captured on ``other_platform`` cannot be restored on ``own_platform``, or ""."""
+    for key, value in make_portable_platform(own_platform).items():
+        if other_platform.get(key) != value:
+            name = key.replace("_", " ")
+            return f"it was captured with {name} {other_platform.get(key)!r}, but this host has {value!r}"
     return ""
 
 

@@ -41,7 +41,7 @@ class Holders:
 
     async def _list_jails(self, root: Path) -> Iterable[str]:
         return [
-            f"the {'dying ' if each.dying else ''}jail {each.name}"
+            f"the {'dying ' if each.is_dying else ''}jail {each.name}"
             for each in await self._jails.list_all()
             if Path(each.path).is_relative_to(root)
         ]

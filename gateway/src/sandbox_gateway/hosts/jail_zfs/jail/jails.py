@@ -23,11 +23,11 @@ _ABSENT_MESSAGES = ("not found", "is dying", "Invalid jail ID or name")
 
 @dataclass(frozen=True)
 class Jail:
-    """A row in the output of `jls`. ``dying``: the jail was removed, but the kernel still has references to it."""
+    """A row in the output of `jls`. ``is_dying``: the jail was removed, but the kernel still has references to it."""
 
     name: str
     path: str
-    dying: bool
+    is_dying: bool
 
 
 def parse_jails(text: str) -> list[Jail]:
@@ -47,9 +47,9 @@ class Jails:
         """Return all jails of this machine, including dying ones."""
         return parse_jails(await self._run("jls", "--libxo", "json", "-d", "name", "path", "dying"))
 
-    async def list_alive(self) -> set[str]:
+    async def list_alive_jails(self) -> set[str]:
         """Return the names of the jails that are not dying."""
-        return {jail.name for jail in await self.list_all() if not jail.dying}
+        return {jail.name for jail in await self.list_all() if not jail.is_dying}
 
     async def list_below(self, directory: Path) -> dict[str, list[Jail]]:
         """Return the jails whose root directories are in ``directory``, keyed by the name of the root directory."""

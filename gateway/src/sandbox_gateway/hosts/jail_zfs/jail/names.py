@@ -23,7 +23,7 @@ class JailNames:
         """Return the name that an instance's jail usually has."""
         return f"{self._prefix}-{instance}"
 
-    async def choose_unused(self, instance: str, root: Path) -> str:
+    async def choose_unused_name(self, instance: str, root: Path) -> str:
         """Return the default name, or another one if a dying jail does not release it in time.
 
         ``root``: the root directory of the instance's jails.

@@ -30,11 +30,11 @@ _NO_ARP_ENTRY_MESSAGES = ("No such file or directory", "cannot locate")
 
 @dataclass(frozen=True)
 class Epair:
-    """A pair of connected network interfaces. ``address`` and ``mac`` belong to ``inner``, the end in the jail."""
+    """A pair of connected network interfaces. ``address`` and ``mac`` belong to ``inner_end``, the end in the jail."""
 
     number: int
-    outer: str
-    inner: str
+    outer_end: str
+    inner_end: str
     address: str
     mac: str
 
@@ -100,8 +100,8 @@ class Bridge:
         try:
             await finish_despite_cancellation(
                 wait_for_all(
-                    self._run("ifconfig", name, "name", epair.outer, "up"),
-                    self._run("ifconfig", f"{name[:-1]}b", "ether", epair.mac, "name", epair.inner),
+                    self._run("ifconfig", name, "name", epair.outer_end, "up"),
+                    self._run("ifconfig", f"{name[:-1]}b", "ether", epair.mac, "name", epair.inner_end),
                 )
             )
             await self._connect(epair, is_member=False)
@@ -111,21 +111,21 @@ class Bridge:
 
     async def restore(self, epair: Epair) -> bool:
         """Connect the epair of a jail that an earlier gateway process started. Returns False if it does not exist."""
-        if epair.outer not in await self._list_outer_ends():
+        if epair.outer_end not in await self._list_outer_ends():
             return False
-        await self._connect(epair, is_member=f"\tmember: {epair.outer} " in await self._run("ifconfig", self.name))
+        await self._connect(epair, is_member=f"\tmember: {epair.outer_end} " in await self._run("ifconfig", self.name))
         return True
 
     async def _connect(self, epair: Epair, *, is_member: bool) -> None:
-        outer = epair.outer
+        outer_end = epair.outer_end
         # -learn, -discover and static: the member gets exactly the frames for the jail's Ethernet address.
-        flags = ("private", outer, "-learn", outer, "-discover", outer, "static", outer, epair.mac)
-        await self._run("ifconfig", self.name, *(() if is_member else ("addm", outer)), *flags)
+        flags = ("private", outer_end, "-learn", outer_end, "-discover", outer_end, "static", outer_end, epair.mac)
+        await self._run("ifconfig", self.name, *(() if is_member else ("addm", outer_end)), *flags)
         await self._run("arp", "-S", epair.address, epair.mac)
 
     async def destroy(self, epair: Epair) -> None:
         """Destroy both ends of an epair, even if the inner end is in a jail, and the ARP entry of the jail."""
-        await self._destroy(epair.outer)  # Its static address in the bridge is removed with it.
+        await self._destroy(epair.outer_end)  # Its static address in the bridge is removed with it.
         await self._delete_arp_entry(epair.address)
 
     async def _delete_arp_entry(self, address: str) -> None:
@@ -136,7 +136,7 @@ class Bridge:
 
     async def sweep(self, in_use: set[int]) -> list[str]:
         """Remove the epairs and ARP entries whose numbers are not in ``in_use``. Returns a description of each."""
-        known_names = {self.epair(number).outer for number in in_use}
+        known_names = {self.epair(number).outer_end for number in in_use}
         stray_names = [name for name in (await self._list_outer_ends()) if name not in known_names]
         for name in stray_names:
             await self._destroy(name)

@@ -6,7 +6,7 @@ from sandbox_gateway.config import Config
 from sandbox_gateway.hosts.jail_zfs.commands import CommandRunner
 from sandbox_gateway.hosts.jail_zfs.network.epair import Bridge, Epair
 from sandbox_gateway.hosts.jail_zfs.network.pf import Pf
-from sandbox_gateway.hosts.network_policy import name_servers
+from sandbox_gateway.hosts.network_policy import find_name_servers
 from sandbox_gateway.log import Logger
 from sandbox_gateway.records import NetworkPolicy
 from sandbox_gateway.tasks import finish_despite_cancellation, wait_for_all
@@ -37,7 +37,7 @@ class JailNetwork:
         await self.bridge.close()
 
     def name_servers(self) -> list[str]:
-        return name_servers(self._config.network)
+        return find_name_servers(self._config.network)
 
     def list_visible_name_servers(self, policy: NetworkPolicy) -> list[str]:
         """Return the name servers for the resolv.conf of a jail with this policy."""
@@ -53,7 +53,7 @@ class JailNetwork:
         """Connect a jail that an earlier gateway process started, and load its rules."""
         if not await self.bridge.restore(epair):
             # Root in a jail may destroy its interface. This must not keep the gateway from starting.
-            log.warning("the network interface of a jail does not exist any more", jail=jail, interface=epair.outer)
+            log.warning("the network interface of a jail does not exist any more", jail=jail, interface=epair.outer_end)
         await self.apply_policy(jail, epair, policy)
 
     async def apply_policy(self, jail: str, epair: Epair, policy: NetworkPolicy) -> None:

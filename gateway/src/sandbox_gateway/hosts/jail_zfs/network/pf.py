@@ -6,9 +6,9 @@ anchor ``sbx/<jail>`` has ``quick`` rules for the jail's address. Root in a jail
 the rules on its epair drop packets from other addresses.
 
 pf evaluates the packets of a jail on its epair, which is a member of the bridge, and then on the bridge. If a frame is
-a broadcast, or for the Ethernet address of the epair's outer end, the host receives it from the epair, and not from the
-bridge. Therefore, the rules of a jail apply on the epair. On the bridge, only packets that match a state pass; by
-default, pf's states are not bound to an interface.
+a broadcast, or is sent to the Ethernet address of the epair's outer end, the host receives it from the epair, and not
+from the bridge. Therefore, the rules of a jail apply on the epair. On the bridge, only packets that match a state pass;
+by default, pf's states are not bound to an interface.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def build_bridge_rules(bridge: Bridge, egress: str) -> str:
     return f"{nat_rule}block drop on {bridge.name} all\n"
 
 
-def require_enforceable(policy: NetworkPolicy) -> None:
+def require_enforceable_policy(policy: NetworkPolicy) -> None:
     """Raise Invalid if the policy contains a malformed address, and Unsupported if it contains a domain name."""
     build_egress_rules(policy, [])
     if names := list_allowed_names(policy):
@@ -49,15 +49,15 @@ def require_enforceable(policy: NetworkPolicy) -> None:
 
 
 def build_jail_rules(bridge: Bridge, epair: Epair, policy: NetworkPolicy, dns: Sequence[str]) -> str:
-    """Return the rules of one jail. Raises the same errors as ``require_enforceable``."""
-    require_enforceable(policy)
-    scope = f"quick on {epair.outer} inet"
+    """Return the rules of one jail. Raises the same errors as ``require_enforceable_policy``."""
+    require_enforceable_policy(policy)
+    scope = f"quick on {epair.outer_end} inet"
     # "global" counts the states of all rules together. The count is by address, so reloading does not reset it.
     state = f"keep state (source-track global, max-src-states {MAX_CONNECTIONS})"
     from_clause = f"from {epair.address}"
     lines = [
-        f"block drop in quick on {epair.outer} inet from ! {epair.address} to any",
-        f"block drop in quick on {epair.outer} inet6 all",
+        f"block drop in quick on {epair.outer_end} inet from ! {epair.address} to any",
+        f"block drop in quick on {epair.outer_end} inet6 all",
         f"pass out quick on {bridge.name} inet from {bridge.gateway} to {epair.address}",
     ]
     lines += [

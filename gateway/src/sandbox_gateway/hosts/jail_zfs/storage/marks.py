@@ -25,7 +25,7 @@ def is_retired(canmount: Property, has_record: bool) -> bool:
 class Marks:
     newer_records: dict[str, str] = field(default_factory=dict)
     """Datasets and snapshots whose records only a newer release can read, with the reason."""
-    quarantined: dict[str, str] = field(default_factory=dict)
+    quarantine_reasons: dict[str, str] = field(default_factory=dict)
     """Datasets and snapshots whose records cannot be read or conflict, with the reason in ASCII."""
     pending_marks: dict[str, str] = field(default_factory=dict)
     """Quarantined datasets and snapshots that are not marked with their reason yet, with the reason."""
@@ -37,16 +37,16 @@ class Marks:
     def quarantine(self, name: str, props: Mapping[str, str], reason: str) -> None:
         ascii_reason = "".join(c if " " <= c <= "~" else " " for c in reason.encode("ascii", "replace").decode())
         text = " ".join(ascii_reason.split())[:500] or "damaged"
-        self.quarantined[name] = text
+        self.quarantine_reasons[name] = text
         if props.get(QUARANTINE_PROPERTY) != text:
             self.pending_marks[name] = text
 
-    def note_readable(self, name: str, props: Mapping[str, str]) -> None:
+    def note_readable_record(self, name: str, props: Mapping[str, str]) -> None:
         """Note that the record of a dataset or snapshot can be read."""
         if QUARANTINE_PROPERTY in props:
             self.recovered_names.append(name)
 
     def list_notes(self) -> list[str]:
         """Return a sentence for each quarantined or recovered dataset and snapshot."""
-        notes = [f"{name}: left unchanged, because {reason}" for name, reason in self.quarantined.items()]
+        notes = [f"{name}: left unchanged, because {reason}" for name, reason in self.quarantine_reasons.items()]
         return notes + [f"{name}: its record can be read again" for name in self.recovered_names]

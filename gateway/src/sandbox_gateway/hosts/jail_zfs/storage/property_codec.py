@@ -126,7 +126,7 @@ def decode(props: Mapping[str, str], kind: Kind) -> StoredRecord:
         raise ValueError(explain(error)[:500]) from None
 
 
-def volume_snapshot_property(snapshot_id: str) -> str:
+def make_volume_snapshot_property(snapshot_id: str) -> str:
     """Return the name of the property that contains the record of a volume's snapshot.
 
     The name contains the id because one `zfs snapshot` of several datasets sets the same properties on all of them.
@@ -148,8 +148,8 @@ def _join_parts(props: Mapping[str, str], head: Mapping[str, Any], generation: i
     if not isinstance(count, int) or not 0 < count <= _MAX_RECORD_BYTES // _PART_BYTES + 1:
         raise ValueError(f"the property {RECORD_PROPERTY} has an invalid number of parts")
     names = [f"{RECORD_PROPERTY}.{generation}.{n}" for n in range(count)]
-    if missing := [name for name in names if name not in props]:
-        raise ValueError(f"the property {missing[0]} is missing")
+    if missing_names := [name for name in names if name not in props]:
+        raise ValueError(f"the property {missing_names[0]} is missing")
     text = "".join(props[name] for name in names)
     if hashlib.sha256(text.encode(errors="replace")).hexdigest() != head.get("sha256"):
         raise ValueError("the parts of the record do not match its checksum")

@@ -31,16 +31,16 @@ class PropertyStore:
         self._multipart_names: set[str] = set()
         """Datasets and snapshots that have, or may have, parts of records."""
 
-    def load(self, generations: Mapping[str, int], multipart: set[str]) -> None:
+    def load(self, generations: Mapping[str, int], multipart_names: set[str]) -> None:
         """Replace the state with the result of a scan."""
         with self._lock:
-            self._generations, self._multipart_names = dict(generations), multipart
+            self._generations, self._multipart_names = dict(generations), multipart_names
 
     def add_generations(self, generations: Mapping[str, int]) -> None:
         with self._lock:
             self._generations |= generations
 
-    def note_multipart(self, name: str) -> None:
+    def note_multipart_name(self, name: str) -> None:
         with self._lock:
             self._multipart_names.add(name)
 
@@ -57,7 +57,7 @@ class PropertyStore:
         props = encode(record, generation, secret_file)
         for prop, value in props.items():
             self._ballast.run_even_if_full(partial(zfs_core.lzc_set_prop, name, prop, value))
-        self._secret_files.remove_superseded(record.id)
+        self._secret_files.remove_superseded_files(record.id)
         if name in self._multipart_names:
             self._remove_stale_parts(name)
         if len(props) > 1:

@@ -19,9 +19,9 @@ TEMPLATE_PREFIX = "_template-"
 """Prefix of the datasets of templates."""
 _COMMON_PROPERTIES = {"atime": "off", "com.sun:auto-snapshot": "false"}
 UNMOUNTED_PROPERTIES = {"canmount": "noauto", **_COMMON_PROPERTIES}
-"""The properties of datasets that only have snapshots."""
+"""The properties of datasets that exist only for their snapshots."""
 IMPORT_PREFIX = "import-"
-"""Prefix of the datasets in RETIRED that imports have not finished."""
+"""Prefix of the datasets of unfinished imports, in RETIRED."""
 SANDBOXES, RETIRED, VOLUMES = CONTAINERS = ("sandboxes", "retired", "volumes")
 
 _LOCK_POLL_SECONDS = 0.5
@@ -49,7 +49,7 @@ class RootDataset:
         The event loop acquires it too, so no thread runs a command while it holds this lock."""
         self._tree_lock = threading.RLock()
         self._tree_lock_owner = 0
-        """The thread that has acquired the tree lock last."""
+        """The thread that acquired the tree lock last."""
 
     @property
     def mountpoint(self) -> Path:
@@ -80,7 +80,7 @@ class RootDataset:
         finally:
             self._tree_lock.release()
 
-    def child(self, container: str, name: str) -> str:
+    def make_child_name(self, container: str, name: str) -> str:
         """Return the full name of a dataset in one of CONTAINERS."""
         return f"{self.dataset}/{container}/{name}"
 

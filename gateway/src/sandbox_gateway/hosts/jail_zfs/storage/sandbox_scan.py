@@ -63,12 +63,12 @@ class _Claim(NamedTuple):
     secret_file: str
 
 
-def interpret_sandboxes(root: str, facts: Facts, local: UserProperties) -> SandboxFindings:
+def interpret_sandboxes(root: str, facts: Facts, local_props: UserProperties) -> SandboxFindings:
     """Interpret the datasets and snapshots below ``root``.
 
-    ``facts`` contains the SCAN_PROPERTIES of each, and ``local`` the user properties that are set on each.
+    ``facts`` contains the SCAN_PROPERTIES of each, and ``local_props`` the user properties that are set on each.
     """
-    reader = _Reader(root, facts, local)
+    reader = _Reader(root, facts, local_props)
     reader.read_snapshots()
     reader.resolve_claims(reader.read_instances())
     reader.find_parts()
@@ -77,16 +77,16 @@ def interpret_sandboxes(root: str, facts: Facts, local: UserProperties) -> Sandb
 
 
 class _Reader:
-    def __init__(self, root: str, facts: Facts, local: UserProperties) -> None:
+    def __init__(self, root: str, facts: Facts, local_props: UserProperties) -> None:
         self._root = root
         self._facts = facts
-        self._local = local
-        self._retired_in_place: set[str] = set()
+        self._local_props = local_props
+        self._unmoved_datasets: set[str] = set()
         self._import_prefix = f"{root}/{RETIRED}/{IMPORT_PREFIX}"
         self.findings = SandboxFindings()
 
-    def _props(self, name: str) -> Mapping[str, str]:
-        return self._local.get(name, {})
+    def _get_props(self, name: str) -> Mapping[str, str]:
+        return self._local_props.get(name, {})
 
     def read_snapshots(self) -> None:
         for name in self._list_snapshot_names():
@@ -97,7 +97,7 @@ class _Reader:
         names = (
             name
             for name, facts in self._facts.items()
-            if "@" in name and not facts["defer_destroy"].is_on and RECORD_PROPERTY in self._props(name)
+            if "@" in name and not facts["defer_destroy"].is_on and RECORD_PROPERTY in self._get_props(name)
             if not name.startswith((f"{self._root}/{VOLUMES}/", self._import_prefix))
         )
         return sorted(names, key=lambda name: self._facts[name]["createtxg"].number)
@@ -122,7 +122,7 @@ class _Reader:
             instance = name.removeprefix(prefix)
             if not name.startswith(prefix) or "@" in name or "/" in instance:
                 continue
-            if RECORD_PROPERTY not in self._props(name):
+            if RECORD_PROPERTY not in self._get_props(name):
                 self._read_unrecorded_instance(name, instance)
             elif (stored_record := self._decode(name, "sandbox")) and isinstance(
                 record := stored_record.record, Sandbox
@@ -138,30 +138,30 @@ class _Reader:
         return claims
 
     def _read_unrecorded_instance(self, name: str, instance: str) -> None:
-        if QUARANTINE_PROPERTY in self._props(name):
-            self._quarantine(name, self._props(name)[QUARANTINE_PROPERTY])
+        if QUARANTINE_PROPERTY in self._get_props(name):
+            self._quarantine(name, self._get_props(name)[QUARANTINE_PROPERTY])
         elif is_retired(self._facts[name]["canmount"], has_record=False):
-            self._retired_in_place.add(name)
+            self._unmoved_datasets.add(name)
         else:
             self.findings.uncommitted_instances.append(instance)
 
     def resolve_claims(self, claims: Mapping[str, list[_Claim]]) -> None:
         """Choose the instance of each sandbox: if several have a record of it, the newest record wins."""
         for sandbox_id, sandbox_claims in claims.items():
-            *older, newest = sorted(sandbox_claims, key=lambda claim: claim[:2])
-            self.findings.generations[sandbox_id] = newest.generation
-            self.findings.sandboxes.append(newest.record)
-            if newest.secret_file:
-                self.findings.secret_files[sandbox_id] = newest.secret_file
-            for claim in older:
+            *older_claims, newest_claim = sorted(sandbox_claims, key=lambda claim: claim[:2])
+            self.findings.generations[sandbox_id] = newest_claim.generation
+            self.findings.sandboxes.append(newest_claim.record)
+            if newest_claim.secret_file:
+                self.findings.secret_files[sandbox_id] = newest_claim.secret_file
+            for claim in older_claims:
                 self.findings.superseded_instances[claim.instance] = (
-                    f"the instance of sandbox {sandbox_id} is now {newest.instance}"
+                    f"the instance of sandbox {sandbox_id} is now {newest_claim.instance}"
                 )
         self.findings.sandboxes.sort(key=lambda sandbox: sandbox.created_at.isoformat())
 
     def _decode(self, name: str, kind: Literal["sandbox", "snapshot"]) -> StoredRecord | None:
         try:
-            return decode(self._props(name), kind)
+            return decode(self._get_props(name), kind)
         except NewerFormat as error:
             self.findings.marks.newer_records[name] = str(error)
             return None
@@ -170,10 +170,10 @@ class _Reader:
             return None
 
     def _quarantine(self, name: str, reason: str) -> None:
-        self.findings.marks.quarantine(name, self._props(name), reason)
+        self.findings.marks.quarantine(name, self._get_props(name), reason)
 
     def _note_readable(self, name: str) -> None:
-        self.findings.marks.note_readable(name, self._props(name))
+        self.findings.marks.note_readable_record(name, self._get_props(name))
 
     def find_parts(self) -> None:
         """Find the parts of records, and determine which of them are stale.
@@ -185,10 +185,10 @@ class _Reader:
         readable_names = {
             *self.findings.snapshot_names.values(),
             *(f"{self._root}/{SANDBOXES}/{s.instance}" for s in self.findings.sandboxes),
-            *(name for name in self._local if name.startswith(retired_prefix) and "@" not in name),
-            *self._retired_in_place,
+            *(name for name in self._local_props if name.startswith(retired_prefix) and "@" not in name),
+            *self._unmoved_datasets,
         }
-        for name, props in self._local.items():
+        for name, props in self._local_props.items():
             if any(prop.startswith(f"{RECORD_PROPERTY}.") for prop in props):
                 self.findings.multipart_names.add(name)
             if name in readable_names:
@@ -202,5 +202,5 @@ class _Reader:
             name for name in disposable_datasets if name.startswith(self._import_prefix)
         )
         disposable_datasets -= {*self.findings.unfinished_imports}
-        self.findings.empty_datasets = sorted((disposable_datasets | self._retired_in_place) - datasets_with_snapshots)
-        self.findings.pending_moves = sorted(self._retired_in_place & datasets_with_snapshots)
+        self.findings.empty_datasets = sorted((disposable_datasets | self._unmoved_datasets) - datasets_with_snapshots)
+        self.findings.pending_moves = sorted(self._unmoved_datasets & datasets_with_snapshots)

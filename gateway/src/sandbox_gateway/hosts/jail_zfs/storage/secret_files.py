@@ -26,9 +26,9 @@ class SecretFiles:
 
     def __init__(self, directory: Path) -> None:
         self._directory = directory
-        self._current: dict[str, tuple[str, dict[str, str]]] = {}
+        self._current_files: dict[str, tuple[str, dict[str, str]]] = {}
         """The name and the contents of each sandbox's file, keyed by the sandbox's id."""
-        self._superseded: dict[str, set[str]] = {}
+        self._superseded_names: dict[str, set[str]] = {}
         """The names of each sandbox's files that are no longer needed once its record is committed."""
 
     def open(self) -> None:
@@ -39,17 +39,17 @@ class SecretFiles:
     def write(self, sandbox: Sandbox) -> str:
         """Store the environment durably. Returns the name of the file, or "" if the environment is empty.
 
-        After you have committed the record, call ``remove_superseded``. Raises NoSpace or BackendFailed.
+        After you have committed the record, call ``remove_superseded_files``. Raises NoSpace or BackendFailed.
         """
-        name, env = self._current.get(sandbox.id, ("", {}))
+        name, env = self._current_files.get(sandbox.id, ("", {}))
         if env == sandbox.env:
             return name
         new_name = f"{sandbox.id}.{secrets.token_hex(8)}" if sandbox.env else ""
         if new_name:
             self._create(new_name, {"env": sandbox.env})
         if name:
-            self._superseded.setdefault(sandbox.id, set()).add(name)
-        self._current[sandbox.id] = new_name, dict(sandbox.env)
+            self._superseded_names.setdefault(sandbox.id, set()).add(name)
+        self._current_files[sandbox.id] = new_name, dict(sandbox.env)
         return new_name
 
     def _create(self, name: str, contents: dict[str, Any]) -> None:
@@ -69,14 +69,14 @@ class SecretFiles:
             path.unlink(missing_ok=True)
             _raise_gateway_error(error, path)
 
-    def remove_superseded(self, sandbox_id: str) -> None:
-        for name in self._superseded.pop(sandbox_id, ()):
+    def remove_superseded_files(self, sandbox_id: str) -> None:
+        for name in self._superseded_names.pop(sandbox_id, ()):
             (self._directory / name).unlink(missing_ok=True)
 
     def remove(self, sandbox_id: str) -> None:
         """Remove the files of a sandbox whose record has been removed."""
-        self.remove_superseded(sandbox_id)
-        name, _ = self._current.pop(sandbox_id, ("", {}))
+        self.remove_superseded_files(sandbox_id)
+        name, _ = self._current_files.pop(sandbox_id, ("", {}))
         if name:
             (self._directory / name).unlink(missing_ok=True)
 
@@ -85,8 +85,8 @@ class SecretFiles:
 
         Returns a sentence for each file that is missing or damaged. The sandbox keeps its reference to the file.
         """
-        self._current.clear()
-        self._superseded.clear()
+        self._current_files.clear()
+        self._superseded_names.clear()
         notes = []
         for sandbox in sandboxes:
             if name := names.get(sandbox.id, ""):
@@ -97,7 +97,7 @@ class SecretFiles:
                         f"the sandbox {sandbox.name} ({sandbox.id}) has no environment variables, because {error}: "
                         "restore the file and restart the gateway, or create the sandbox again"
                     )
-                self._current[sandbox.id] = name, dict(sandbox.env)
+                self._current_files[sandbox.id] = name, dict(sandbox.env)
         return notes
 
     def _read(self, name: str) -> dict[str, str]:
@@ -115,7 +115,7 @@ class SecretFiles:
 
     def sweep(self) -> list[str]:
         """Remove files that no record refers to, such as after an interrupted creation. Returns a sentence for each."""
-        names_in_use = {name for name, _ in self._current.values()}
+        names_in_use = {name for name, _ in self._current_files.values()}
         files = (path for path in self._directory.iterdir() if path.is_file())
         stray_names = sorted(path.name for path in files if path.name not in names_in_use)
         for name in stray_names:

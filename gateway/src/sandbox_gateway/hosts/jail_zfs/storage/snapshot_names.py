@@ -41,12 +41,12 @@ class SnapshotNames:
         with self._root.index_lock:
             self._names = {snapshot_id: name for snapshot_id, name in self._names.items() if name not in names}
 
-    def rename_dataset(self, old: str, new: str) -> None:
-        """Record that the dataset ``old`` was renamed to ``new``."""
+    def rename_dataset(self, old_name: str, new_name: str) -> None:
+        """Record that the dataset ``old_name`` was renamed to ``new_name``."""
         with self._root.index_lock:
             for snapshot_id, name in self._names.items():
-                if name.startswith(f"{old}@"):
-                    self._names[snapshot_id] = new + name.removeprefix(old)
+                if name.startswith(f"{old_name}@"):
+                    self._names[snapshot_id] = new_name + name.removeprefix(old_name)
 
     def list_all(self) -> set[str]:
         """Return the full names of all snapshots."""
@@ -59,7 +59,7 @@ class SnapshotNames:
             try:
                 return self._names[snapshot_id]
             except KeyError:
-                raise self._not_found_error(snapshot_id) from None
+                raise self._make_not_found_error(snapshot_id) from None
 
     def call_with_name(self, snapshot_id: str, action: Callable[[str], R]) -> R:
         """Call ``action`` with the snapshot's full name, and again if the snapshot is renamed during the call.
@@ -78,7 +78,7 @@ class SnapshotNames:
                     if zfs_core.lzc_exists(name):
                         raise
                     self.remove(snapshot_id)
-                    raise self._not_found_error(snapshot_id) from None
+                    raise self._make_not_found_error(snapshot_id) from None
 
-    def _not_found_error(self, snapshot_id: str) -> NotFound:
+    def _make_not_found_error(self, snapshot_id: str) -> NotFound:
         return NotFound(self._noun, snapshot_id, resource=self._noun.replace(" ", "_"))

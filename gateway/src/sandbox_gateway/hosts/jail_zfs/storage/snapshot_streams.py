@@ -48,11 +48,11 @@ class SnapshotStreams:
         """Write a stream that contains the whole snapshot, without properties, to the descriptor ``file``."""
         self._names.call_with_name(snapshot_id, lambda name: zfs_core.lzc_send(name, None, file))
 
-    def full_name(self, record: Snapshot) -> str:
+    def get_full_name(self, record: Snapshot) -> str:
         """Return the full name, ``dataset@snapshot``, that a received snapshot gets."""
         if record.kind is SnapshotKind.TEMPLATE:
             return f"{self._root.dataset}/{TEMPLATE_PREFIX}{record.id}@{BASE_NAME}"
-        return f"{self._root.child(RETIRED, record.id)}@{record.id}"
+        return f"{self._root.make_child_name(RETIRED, record.id)}@{record.id}"
 
     @translate_errors
     def receive(self, record: Snapshot, file: int) -> None:
@@ -61,7 +61,7 @@ class SnapshotStreams:
         The dataset gets its final name last. The next scan removes a dataset that was not renamed.
         """
         _check_stream(file)
-        dataset, _, short_name = self.full_name(record).partition("@")
+        dataset, _, short_name = self.get_full_name(record).partition("@")
         partial_dataset = self._make_partial_name(record)
         partial_name, name = f"{partial_dataset}@{short_name}", f"{dataset}@{short_name}"
         try:
@@ -78,7 +78,7 @@ class SnapshotStreams:
             raise
         with self._root.index_lock:
             self._names.add({record.id: name})
-            self._records.note_multipart(name)
+            self._records.note_multipart_name(name)
 
     @translate_errors
     def discard(self, record: Snapshot) -> None:
@@ -88,7 +88,7 @@ class SnapshotStreams:
         _destroy_partial_dataset(self._make_partial_name(record))
 
     def _make_partial_name(self, record: Snapshot) -> str:
-        return self._root.child(RETIRED, f"{IMPORT_PREFIX}{record.id}")
+        return self._root.make_child_name(RETIRED, f"{IMPORT_PREFIX}{record.id}")
 
     def sweep(self, datasets: list[str]) -> list[str]:
         """Remove datasets of interrupted imports. Returns a sentence for each."""

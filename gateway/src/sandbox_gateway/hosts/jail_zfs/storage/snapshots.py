@@ -39,7 +39,7 @@ class SnapshotStorage:
         self._instances = instances
         self._volume_snapshots = volume_snapshots
 
-    def full_name(self, snapshot_id: str) -> str:
+    def get_full_name(self, snapshot_id: str) -> str:
         """Return the current full name of a snapshot, ``dataset@snapshot``. Raises NotFound."""
         return self._names.find(snapshot_id)
 
@@ -82,7 +82,7 @@ class SnapshotStorage:
             self._names.add({record.id: name})
             self._records.add_generations({record.id: 1})
             if len(props) > 1:
-                self._records.note_multipart(name)
+                self._records.note_multipart_name(name)
 
     @translate_errors
     def save(self, record: Snapshot) -> None:

@@ -101,7 +101,7 @@ class ZfsStorage:
         self._secret_files.remove(sandbox.id)
 
     @translate_errors
-    def space(self) -> tuple[int, int]:
+    def measure_space(self) -> tuple[int, int]:
         """Return the free space of the root dataset, and the total of its free and used space, in bytes."""
         facts = zfs_core.get_props([self.root.dataset], ["available", "used"])[self.root.dataset]
         return facts["available"].number, facts["available"].number + facts["used"].number
@@ -131,9 +131,11 @@ class ZfsStorage:
             notes += self.streams.sweep(findings.unfinished_imports)
             notes += self._load_secrets(findings)
             notes += self._ballast.refill()
-            instance_prefix = self.root.child(SANDBOXES, "")
+            instance_prefix = self.root.make_child_name(SANDBOXES, "")
             unreadable_datasets = [
-                name for name in findings.marks.quarantined if name.startswith(instance_prefix) and "@" not in name
+                name
+                for name in findings.marks.quarantine_reasons
+                if name.startswith(instance_prefix) and "@" not in name
             ]
             return StorageScan(
                 findings.snapshots,
@@ -160,4 +162,4 @@ class ZfsStorage:
                     notes.append(f"{dataset}: every user can read its environment variables: {error.message}")
                 else:
                     notes.append(f"{dataset}: moved its environment variables to a file that only root can read")
-        return notes if findings.marks.quarantined else notes + self._secret_files.sweep()
+        return notes if findings.marks.quarantine_reasons else notes + self._secret_files.sweep()

@@ -21,32 +21,32 @@ class VolumeDatasets:
     def __init__(self, root: RootDataset, ballast: Ballast, records: PropertyStore) -> None:
         self._root = root
         self.tree = DatasetTree(root, VOLUMES, ballast, records, self._is_disposable)
-        self._current: dict[str, str] = {}
+        self._current_datasets: dict[str, str] = {}
         """The current dataset of each volume, keyed by the volume's id."""
 
     # ---- the volume of a dataset, and the dataset of a volume ----
 
     def load(self, datasets: Mapping[str, str]) -> None:
         with self._root.index_lock:
-            self._current = dict(datasets)
+            self._current_datasets = dict(datasets)
 
     def set_current(self, volume_id: str, dataset: str) -> None:
         with self._root.index_lock:
-            self._current[volume_id] = dataset
+            self._current_datasets[volume_id] = dataset
 
     def remove(self, volume_id: str) -> None:
         with self._root.index_lock:
-            self._current.pop(volume_id, None)
+            self._current_datasets.pop(volume_id, None)
 
     def is_known(self, volume_id: str) -> bool:
         with self._root.index_lock:
-            return volume_id in self._current
+            return volume_id in self._current_datasets
 
     def get_current(self, volume_id: str) -> str:
         """Return the current dataset of a volume. Raises NotFound."""
         with self._root.index_lock:
             try:
-                return self._current[volume_id]
+                return self._current_datasets[volume_id]
             except KeyError:
                 raise NotFound("volume", volume_id) from None
 
@@ -72,7 +72,7 @@ class VolumeDatasets:
         """
         volume_id = self.find_owner(clone)
         try:
-            record = decode(zfs_core.local_props(self._current.get(volume_id, clone)), "volume").record
+            record = decode(zfs_core.local_props(self._current_datasets.get(volume_id, clone)), "volume").record
         except (ValueError, zfs_core.exceptions.DatasetNotFound):
             return clone, clone
         assert isinstance(record, Volume)

@@ -11,7 +11,7 @@ from sandbox_gateway.hosts.jail_zfs.storage.property_codec import (
     QUARANTINE_PROPERTY,
     RECORD_PROPERTY,
     decode,
-    volume_snapshot_property,
+    make_volume_snapshot_property,
 )
 from sandbox_gateway.hosts.jail_zfs.storage.root import VOLUMES, parse_volume_key
 from sandbox_gateway.records import NewerFormat, Volume, VolumeSnapshot
@@ -45,7 +45,7 @@ class VolumeFindings:
     uncommitted_datasets: list[str] = field(default_factory=list)
     """Datasets of volumes that were never committed."""
     orphaned_ids: list[str] = field(default_factory=list)
-    """Ids of snapshots that were taken with a sandbox's snapshot that no longer exists."""
+    """Ids of snapshots that were taken together with a sandbox's snapshot that no longer exists."""
 
 
 class _Claim(NamedTuple):
@@ -60,45 +60,45 @@ class _Claim(NamedTuple):
     record: Volume
 
 
-def interpret_volumes(root: str, facts: Facts, local: UserProperties) -> VolumeFindings:
+def interpret_volumes(root: str, facts: Facts, local_props: UserProperties) -> VolumeFindings:
     """Interpret the datasets and snapshots of volumes below ``root``.
 
-    ``facts`` contains the VOLUME_SCAN_PROPERTIES of each, and ``local`` the user properties that are set on each.
+    ``facts`` contains the VOLUME_SCAN_PROPERTIES of each, and ``local_props`` the user properties that are set on each.
     """
-    reader = _Reader(root, facts, local)
-    claims, unrecorded = reader.read_datasets()
+    reader = _Reader(root, facts, local_props)
+    claims, unrecorded_names = reader.read_datasets()
     for volume_id, volume_claims in claims.items():
         reader.resolve_claims(volume_id, volume_claims)
-    for volume_id, names in unrecorded.items():
+    for volume_id, names in unrecorded_names.items():
         reader.read_unrecorded_datasets(volume_id, names)
     reader.read_snapshots()
     return reader.findings
 
 
 class _Reader:
-    def __init__(self, root: str, facts: Facts, local: UserProperties) -> None:
+    def __init__(self, root: str, facts: Facts, local_props: UserProperties) -> None:
         self._prefix = f"{root}/{VOLUMES}/"
         self._facts = facts
-        self._local = local
+        self._local_props = local_props
         self.findings = VolumeFindings()
 
     def read_datasets(self) -> tuple[dict[str, list[_Claim]], dict[str, list[str]]]:
-        """Return volumes' datasets that have a readable record, and those that have none, keyed by the volume's id.
+        """Return the volumes' datasets with a readable record, and those without one, keyed by the volume's id.
 
         Omits the datasets of doomed volumes.
         """
         claims: dict[str, list[_Claim]] = {}
-        unrecorded: dict[str, list[str]] = {}
+        unrecorded_names: dict[str, list[str]] = {}
         for name in self._facts:
             if name.startswith(self._prefix) and "@" not in name:
-                self._read_dataset(name, claims, unrecorded)
+                self._read_dataset(name, claims, unrecorded_names)
         for volume_id in self.findings.doomed_ids:
             claims.pop(volume_id, None)
-            unrecorded.pop(volume_id, None)
-        return claims, unrecorded
+            unrecorded_names.pop(volume_id, None)
+        return claims, unrecorded_names
 
-    def _read_dataset(self, name: str, claims: dict[str, list[_Claim]], unrecorded: dict[str, list[str]]) -> None:
-        key, props = parse_volume_key(name.removeprefix(self._prefix)), self._local.get(name, {})
+    def _read_dataset(self, name: str, claims: dict[str, list[_Claim]], unrecorded_names: dict[str, list[str]]) -> None:
+        key, props = parse_volume_key(name.removeprefix(self._prefix)), self._local_props.get(name, {})
         if key is None:
             self.findings.marks.quarantine(name, props, "its name is not the name of a volume")
         elif DOOMED_PROPERTY in props:
@@ -117,29 +117,29 @@ class _Reader:
                 self._quarantine(name, key[0], str(error))
                 return
             claims.setdefault(key[0], []).append(_Claim(stored_record.generation, key[1], name, record))
-            self.findings.marks.note_readable(name, props)
+            self.findings.marks.note_readable_record(name, props)
         elif QUARANTINE_PROPERTY in props:
             self._quarantine(name, key[0], props[QUARANTINE_PROPERTY])
         else:
-            unrecorded.setdefault(key[0], []).append(name)
+            unrecorded_names.setdefault(key[0], []).append(name)
 
     def _quarantine(self, name: str, volume_id: str, reason: str) -> None:
-        self.findings.marks.quarantine(name, self._local.get(name, {}), reason)
+        self.findings.marks.quarantine(name, self._local_props.get(name, {}), reason)
         self.findings.unreadable_ids.add(volume_id)
 
     def resolve_claims(self, volume_id: str, volume_claims: list[_Claim]) -> None:
-        *older, newest = sorted(volume_claims, key=lambda claim: claim[:2])
-        findings, facts, dataset = self.findings, self._facts[newest.dataset], newest.dataset
+        *older_claims, newest_claim = sorted(volume_claims, key=lambda claim: claim[:2])
+        findings, facts, dataset = self.findings, self._facts[newest_claim.dataset], newest_claim.dataset
         findings.unreadable_ids.discard(volume_id)
-        newest.record.host = {"dataset": dataset}
-        findings.volumes.append(newest.record)
+        newest_claim.record.host = {"dataset": dataset}
+        findings.volumes.append(newest_claim.record)
         findings.volumes.sort(key=lambda volume: volume.created_at.isoformat())
-        findings.datasets[volume_id], findings.generations[volume_id] = dataset, newest.generation
+        findings.datasets[volume_id], findings.generations[volume_id] = dataset, newest_claim.generation
         if not facts["mounted"].is_on:
             findings.unmounted_datasets.append(dataset)
-        if facts["refquota"].number != newest.record.size_mb << 20:
-            findings.correct_sizes[dataset] = newest.record.size_mb << 20
-        findings.leftover_datasets += [claim.dataset for claim in older]
+        if facts["refquota"].number != newest_claim.record.size_mb << 20:
+            findings.correct_sizes[dataset] = newest_claim.record.size_mb << 20
+        findings.leftover_datasets += [claim.dataset for claim in older_claims]
 
     def read_unrecorded_datasets(self, volume_id: str, names: list[str]) -> None:
         for name in names:
@@ -153,7 +153,7 @@ class _Reader:
             elif has_snapshots:
                 # Do not mark the dataset: an administrator may restore its volume (`zfs rename`, `zfs receive`).
                 reason = f"it has snapshots of the volume {volume_id}, which does not exist"
-                self.findings.marks.quarantined[name] = reason
+                self.findings.marks.quarantine_reasons[name] = reason
             else:
                 self.findings.uncommitted_datasets.append(name)
 
@@ -170,8 +170,8 @@ class _Reader:
         names = [name for name in self._facts if name.startswith(self._prefix) and "@" in name]
         for name in sorted(names, key=lambda name: self._facts[name]["createtxg"].number):
             dataset, _, snapshot_id = name.partition("@")
-            key, props = parse_volume_key(dataset.removeprefix(self._prefix)), self._local.get(name, {})
-            record_text = props.get(volume_snapshot_property(snapshot_id))
+            key, props = parse_volume_key(dataset.removeprefix(self._prefix)), self._local_props.get(name, {})
+            record_text = props.get(make_volume_snapshot_property(snapshot_id))
             if key is None or key[0] not in self.findings.datasets or record_text is None:
                 continue
             if self._facts[name]["defer_destroy"].is_on:
@@ -187,7 +187,7 @@ class _Reader:
             except ValueError as error:
                 self.findings.marks.quarantine(name, props, str(error))
                 continue
-            self.findings.marks.note_readable(name, props)
+            self.findings.marks.note_readable_record(name, props)
             self.findings.snapshot_names[snapshot_id] = name
             if record.sandbox_snapshot and record.sandbox_snapshot not in sandbox_snapshot_ids:
                 self.findings.orphaned_ids.append(snapshot_id)

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import zfs_core
 
 from sandbox_gateway.errors import InUseExternally
-from sandbox_gateway.hosts.jail_zfs.storage.property_codec import RECORD_PROPERTY, encode, volume_snapshot_property
+from sandbox_gateway.hosts.jail_zfs.storage.property_codec import RECORD_PROPERTY, encode, make_volume_snapshot_property
 from sandbox_gateway.hosts.jail_zfs.storage.root import RootDataset
 from sandbox_gateway.hosts.jail_zfs.storage.snapshot_names import SnapshotNames
 from sandbox_gateway.hosts.jail_zfs.storage.snapshot_removal import destroy_snapshot
@@ -40,7 +40,9 @@ class VolumeSnapshots:
     def describe(self, records: Sequence[VolumeSnapshot]) -> tuple[dict[str, str], dict[str, str]]:
         """Return the names and properties of new snapshots, as ``({id: full name}, {property: value})``."""
         names = {record.id: f"{self._datasets.get_current(record.volume)}@{record.id}" for record in records}
-        return names, {volume_snapshot_property(record.id): encode(record, 1)[RECORD_PROPERTY] for record in records}
+        return names, {
+            make_volume_snapshot_property(record.id): encode(record, 1)[RECORD_PROPERTY] for record in records
+        }
 
     # ---- removing ----
 

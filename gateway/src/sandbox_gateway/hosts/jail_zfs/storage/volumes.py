@@ -85,7 +85,7 @@ class VolumeStorage:
         return self.path(dataset)
 
     @translate_errors
-    def used_bytes(self, volume_id: str) -> int:
+    def count_used_bytes(self, volume_id: str) -> int:
         """Return the size of the data in a volume, in bytes. Raises NotFound."""
         dataset = self.dataset(volume_id)
         try:
@@ -101,7 +101,7 @@ class VolumeStorage:
 
         Raises NotFound or NoSpace, and OverQuota if the snapshot is larger than the volume.
         """
-        dataset = self._root.child(VOLUMES, record.id)
+        dataset = self._root.make_child_name(VOLUMES, record.id)
         record.host = {"dataset": dataset}
         if source is None:
             self._create_empty(dataset, record)
@@ -153,7 +153,7 @@ class VolumeStorage:
         with self._root.tree_locked():
             datasets = self._datasets.list_all(record.id)
             rollback_numbers = [key[1] for name in datasets if (key := parse_volume_key(name.rpartition("/")[2]))]
-            dataset = self._root.child(VOLUMES, f"{record.id}.{max(rollback_numbers, default=0) + 1}")
+            dataset = self._root.make_child_name(VOLUMES, f"{record.id}.{max(rollback_numbers, default=0) + 1}")
             self._clone(snapshot_id, dataset, {"refquota": str(record.size_mb << 20)}, record.size_mb)
         return dataset
 
@@ -168,9 +168,9 @@ class VolumeStorage:
     def retire_former_datasets(self, volume_id: str) -> list[str]:
         """Retire or destroy a volume's former datasets, and return their names. If this raises Busy, call it again."""
         with self._root.tree_locked():
-            current, names = self.dataset(volume_id), []
+            current_dataset, names = self.dataset(volume_id), []
             for dataset in self._datasets.list_all(volume_id):
-                if dataset != current and not self._datasets.is_retired_with_snapshots(dataset):
+                if dataset != current_dataset and not self._datasets.is_retired_with_snapshots(dataset):
                     self._datasets.tree.destroy_or_retire(dataset)
                     names.append(dataset)
             return names
@@ -245,6 +245,6 @@ class VolumeStorage:
                 reason = "because it was never committed"
                 notes.append(attempt(dataset, "removed", reason, partial(tree.destroy, dataset)))
         for volume_id in findings.doomed_ids:
-            name = self._root.child(VOLUMES, volume_id)
+            name = self._root.make_child_name(VOLUMES, volume_id)
             notes.append(attempt(name, "removed", "as requested", partial(self.finish_removal, volume_id)))
         return notes

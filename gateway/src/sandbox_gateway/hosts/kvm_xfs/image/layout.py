@@ -52,7 +52,7 @@ class Layout:
     def snapshot(self, snapshot: Snapshot) -> SnapshotFiles:
         is_template = snapshot.kind in (SnapshotKind.BASE, SnapshotKind.TEMPLATE)
         directory = (self.templates if is_template else self.snapshots) / snapshot.id
-        return SnapshotFiles(directory, MemoryDirectory.of_snapshot(snapshot))
+        return SnapshotFiles(directory, MemoryDirectory.from_snapshot(snapshot))
 
     def sandbox(self, sandbox: Sandbox) -> Path:
         return self.sandboxes / sandbox.id
@@ -109,7 +109,7 @@ class MemoryDirectory:
         self.machines = self.directory / "machines"
 
     @classmethod
-    def of_snapshot(cls, snapshot: Snapshot) -> MemoryDirectory | None:
+    def from_snapshot(cls, snapshot: Snapshot) -> MemoryDirectory | None:
         """Return the memory directory of a snapshot, or None if its memory image is in the snapshot's directory.
 
         Raises ValueError if the record is damaged.
@@ -122,7 +122,7 @@ class MemoryDirectory:
         except (KeyError, TypeError):
             raise ValueError(f"its host.{_MEMORY_LOCATION_KEY} does not contain a root and a gateway") from None
 
-    def record_in(self, snapshot: Snapshot) -> None:
+    def record_location(self, snapshot: Snapshot) -> None:
         """Record in a snapshot that its memory image is in this directory."""
         snapshot.host[_MEMORY_LOCATION_KEY] = {"root": str(self.root), "gateway": self.gateway}
 

@@ -52,11 +52,11 @@ class MemoryRoots:
         """Use the configured root if it is available. Raises BackendFailed if the known roots cannot be read."""
         self._read_known_roots()
         try:
-            self.directory_for_capture()
+            self.find_capture_directory()
         except Conflict as error:
             log.warning("memory root not available", reason=error.message)
 
-    def directory_for_capture(self) -> MemoryDirectory | None:
+    def find_capture_directory(self) -> MemoryDirectory | None:
         """Return where to store the memory image of a new snapshot, or None for the snapshot's own directory.
 
         Raises Conflict if the configured root is not available.
@@ -75,7 +75,7 @@ class MemoryRoots:
 
     def memory_problem(self, snapshot: Snapshot) -> str:
         """Return why the memory of a snapshot cannot be restored now, as a clause, or "" if it can."""
-        memory_directory = MemoryDirectory.of_snapshot(snapshot)
+        memory_directory = MemoryDirectory.from_snapshot(snapshot)
         if snapshot.memory is MemoryMode.NONE or memory_directory is None:
             return ""
         if problem := _find_problem(memory_directory):
@@ -116,7 +116,7 @@ class MemoryRoots:
                     held_images.remove_targets([file])
                     repaired.append(f"removed the memory image {file}, which belonged to no machine")
 
-    def disk(self) -> MemoryDisk | None:
+    def measure_disk(self) -> MemoryDisk | None:
         """Return the space on the configured root's file system, or None if images are stored in the state root."""
         if self._root is None:
             return None

@@ -16,7 +16,7 @@ from itertools import zip_longest
 from pathlib import Path
 
 from sandbox_gateway.errors import BackendFailed, NoSpace, Unsupported
-from sandbox_gateway.hosts.os_errors import is_out_of_space, no_space_error
+from sandbox_gateway.hosts.os_errors import is_out_of_space, make_no_space_error
 
 _FICLONE = 0x40049409
 _FS_IOC_FIEMAP = 0xC020660B
@@ -51,7 +51,7 @@ def clone_fd(source: int, target: int) -> None:
 
 def clone(source: Path, target: Path, mode: int = 0o600) -> None:
     """Create ``target``, which must not exist, with all extents of ``source``. On failure, ``target`` is removed."""
-    with source.open("rb") as origin, _new_file(target, mode) as descriptor:
+    with source.open("rb") as origin, _created_file(target, mode) as descriptor:
         clone_fd(origin.fileno(), descriptor)
 
 
@@ -61,7 +61,7 @@ def clone_or_copy(source: Path, target: Path, mode: int = 0o600) -> None:
     The files share extents if their file systems allow that. Otherwise the data is copied; holes remain holes.
     Raises OSError.
     """
-    with source.open("rb") as origin, _new_file(target, mode) as descriptor:
+    with source.open("rb") as origin, _created_file(target, mode) as descriptor:
         try:
             fcntl.ioctl(descriptor, _FICLONE, origin.fileno())
         except OSError as error:
@@ -71,7 +71,7 @@ def clone_or_copy(source: Path, target: Path, mode: int = 0o600) -> None:
 
 
 @contextlib.contextmanager
-def _new_file(path: Path, mode: int) -> Iterator[int]:
+def _created_file(path: Path, mode: int) -> Iterator[int]:
     """Create a file, which must not exist, and yield its descriptor. Remove the file on failure."""
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, mode)
     try:
@@ -152,7 +152,7 @@ def count_unique_bytes(path: Path) -> int:
     return sum(extent.length for extent in walk_extents(path) if not extent.is_shared)
 
 
-def has_same_extents(one: Path, other: Path) -> bool:
+def have_same_extents(one: Path, other: Path) -> bool:
     """Return whether two files consist of the same blocks.
 
     If they do, their contents are equal. If they do not, one of them has been written to.
@@ -195,7 +195,7 @@ def require_reflinks(directory: Path) -> None:
 
 def _translate_error(error: OSError) -> NoSpace | Unsupported | BackendFailed:
     if is_out_of_space(error):
-        return no_space_error()
+        return make_no_space_error()
     if error.errno in _UNSUPPORTED_ERRNOS:
         return Unsupported(
             f"this file system cannot share blocks between files ({error.strerror}): put the state root on an "

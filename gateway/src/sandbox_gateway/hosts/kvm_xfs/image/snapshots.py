@@ -43,9 +43,9 @@ class Snapshots:
                     continue
                 with self._quarantine.quarantined_if_damaged(directory, repaired):
                     snapshot = reader.read(directory, Snapshot)
-                    if memory_directory := MemoryDirectory.of_snapshot(snapshot):
+                    if memory_directory := MemoryDirectory.from_snapshot(snapshot):
                         files = SnapshotFiles(directory, memory_directory)
-                    intact_snapshots.append(_require_complete(files, snapshot))
+                    intact_snapshots.append(_require_complete_files(files, snapshot))
                     if boot_id is not None:
                         _sync(files)  # The gateway has restarted since the snapshot was taken, but the host has not.
         return intact_snapshots
@@ -56,7 +56,7 @@ class Snapshots:
     def partial_files(self, snapshot: Snapshot) -> SnapshotFiles:
         """Return the paths of the files in the directory in which a snapshot is being created."""
         files = self.files(snapshot)
-        return SnapshotFiles(commit_protocol.partial_of(files.directory), files.memory_directory)
+        return SnapshotFiles(commit_protocol.get_partial_directory(files.directory), files.memory_directory)
 
     def _find_directory(self, snapshot: Snapshot) -> Path:
         return self.files(snapshot).directory
@@ -101,7 +101,7 @@ class Snapshots:
             commit_protocol.remove_durably(files.directory)
             _remove_external_image(files)
 
-    def files_of(self, snapshot: Snapshot) -> dict[str, str]:
+    def get_file_paths(self, snapshot: Snapshot) -> dict[str, str]:
         """Return the paths of a snapshot's directory and memory files, for display."""
         files = self.files(snapshot)
         paths = {"dir": str(files.directory)}
@@ -150,7 +150,7 @@ def _read_size(path: Path) -> int:
         return -1
 
 
-def _require_complete(files: SnapshotFiles, snapshot: Snapshot) -> Snapshot:
+def _require_complete_files(files: SnapshotFiles, snapshot: Snapshot) -> Snapshot:
     """Return ``snapshot`` if its files exist and are long enough. Raises ValueError with the reason if not."""
     if snapshot.id != files.directory.name:
         raise ValueError(f"its manifest belongs to {snapshot.id}")

@@ -33,16 +33,16 @@ def compute_check(image: Path) -> ImageCheck:
         os.close(descriptor)
 
 
-def find_damage(image: Path, expected: ImageCheck) -> str:
+def find_damage(image: Path, expected_check: ImageCheck) -> str:
     """Return a description of the damage to an image, or "" if none was detected."""
     try:
         descriptor = os.open(image, os.O_RDONLY | os.O_CLOEXEC)
     except OSError as error:
         return f"{image.name}: {error.strerror}"
     try:
-        if os.fstat(descriptor).st_size != expected.size:
+        if os.fstat(descriptor).st_size != expected_check.size:
             return f"{image.name} has the wrong size"
-        for offset, digest in expected.samples.items():
+        for offset, digest in expected_check.samples.items():
             if _digest(descriptor, offset) != digest:
                 return f"{image.name} has changed at offset {offset}"
     except OSError as error:

@@ -51,11 +51,11 @@ class Ram:
         self.end = max(area.offset + area.end - area.start for area in self.areas)
         """The offset in the image at which its last area ends."""
 
-    def all_pages(self) -> Runs:
+    def list_all_pages(self) -> Runs:
         """Return all pages, as one run for each area."""
         return np.array([(area.start, area.end - area.start) for area in self.areas], dtype=np.uint64).reshape(-1, 2)
 
-    def offsets(self, runs: Runs) -> list[int]:
+    def compute_offsets(self, runs: Runs) -> list[int]:
         """Return each run's offset in the image."""
         starts = runs[:, 0]
         offsets = np.zeros(len(runs), dtype=np.int64)

@@ -19,7 +19,7 @@ def concatenate(parts: Iterable[Runs]) -> Runs:
     return np.concatenate([make_empty_runs(), *parts])
 
 
-def from_mask(mask: NDArray[np.bool_], start: int, page_bytes: int) -> Runs:
+def make_runs_from_mask(mask: NDArray[np.bool_], start: int, page_bytes: int) -> Runs:
     """Return the runs of the pages whose entries in ``mask`` are true. The first page is at the address ``start``."""
     edges = np.flatnonzero(np.diff(np.concatenate(([False], mask, [False])).astype(np.int8))).reshape(-1, 2)
     starts, lengths = edges[:, 0] * page_bytes + start, (edges[:, 1] - edges[:, 0]) * page_bytes

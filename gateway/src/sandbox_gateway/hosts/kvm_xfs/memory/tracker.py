@@ -33,8 +33,8 @@ def serve(listener: socket.socket) -> None:
     if stat.S_ISFIFO(os.fstat(0).st_mode):
         descriptors.append(0)
     while True:
-        ready, _, _ = select.select(descriptors, [], [])
-        if 0 in ready:
+        ready_descriptors, _, _ = select.select(descriptors, [], [])
+        if 0 in ready_descriptors:
             return
         connection, _ = listener.accept()
         with connection:

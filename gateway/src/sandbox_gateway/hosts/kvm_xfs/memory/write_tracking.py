@@ -106,7 +106,7 @@ class WriteTracking:
         except OSError as error:
             self._set_reason(f"the kernel does not report the written pages ({error.strerror})")
             self.mode, self.base, self._marks, self._can_trust_marks = MemoryMode.FULL, None, None, False
-            return ram.all_pages()
+            return ram.list_all_pages()
 
     @property
     def has_marks(self) -> bool:
@@ -114,15 +114,15 @@ class WriteTracking:
         return self._marks is not None
 
     @property
-    def can_take_while_running(self) -> bool:
+    def can_take_marks_while_running(self) -> bool:
         """Whether marks can be taken while the machine runs, because they are listed and taken in one atomic step."""
         return self._marks is MemoryMode.WRITTEN
 
     def take(self, ram: Ram, *, only_new: bool = False) -> Runs:
         """Return the pages that may differ from the base, and take their marks.
 
-        The machine must be stopped, unless ``can_take_while_running``. Pages with I/O in flight are returned, but are
-        not marked again when the I/O writes to them.
+        The machine must be stopped, unless ``can_take_marks_while_running``. Pages with I/O in flight are returned, but
+        are not marked again when the I/O writes to them.
 
         ``only_new``: return only the pages written since this capture's previous call. This requires marks.
         """
@@ -136,7 +136,7 @@ class WriteTracking:
         self._unsaved_pages = union(self._unsaved_pages, runs)
         return runs if only_new else self._unsaved_pages
 
-    def list_since_last_take(self, ram: Ram) -> Runs:
+    def list_pages_since_last_take(self, ram: Ram) -> Runs:
         """Return the pages written since the last ``take``, without taking their marks. This requires marks."""
         assert self._marks is not None
         return _LISTERS[self._marks](ram, take_marks=False)
@@ -219,4 +219,4 @@ class WriteTracking:
         if self._can_trust_marks:
             return marked_runs
         # List pages only after the marks were taken, so that a page written in between is listed or marked again.
-        return ram.all_pages() if self.mode is MemoryMode.FULL else listing.list_anonymous_pages(ram)
+        return ram.list_all_pages() if self.mode is MemoryMode.FULL else listing.list_anonymous_pages(ram)

@@ -51,26 +51,26 @@ def count_slots(network: Network) -> int:
     return ipaddress.IPv4Network(network.subnet).num_addresses // 4 - 1
 
 
-def host_table(network: Network) -> str:
+def get_host_table(network: Network) -> str:
     """Return the name of the host's nftables table (family inet)."""
     return f"{network.prefix}_sandbox"
 
 
-def volume_address(network: Network) -> str:
+def get_volume_address(network: Network) -> str:
     """Return the address at which volume servers listen in their namespace."""
     return str(ipaddress.IPv4Network(network.subnet).broadcast_address - 1)
 
 
-def volume_gateway(network: Network) -> str:
+def get_volume_gateway(network: Network) -> str:
     """Return the host's address on the link to the volume servers' namespace."""
     return str(ipaddress.IPv4Network(network.subnet).broadcast_address - 2)
 
 
-def volume_link(network: Network) -> str:
+def get_volume_link(network: Network) -> str:
     """Return the name of the host's end of the link to the volume servers' namespace."""
     return f"{network.prefix}_vol"
 
 
-def volume_namespace(network: Network) -> Path:
+def get_volume_namespace(network: Network) -> Path:
     """Return the path of the volume servers' namespace file, for setns(2)."""
     return RUN_NETNS / f"{network.prefix}-volumes"

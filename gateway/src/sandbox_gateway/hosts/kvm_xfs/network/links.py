@@ -26,10 +26,10 @@ from sandbox_gateway.hosts.kvm_xfs.network.addresses import (
     TAP_MAC,
     TAP_NAME,
     Slot,
-    volume_address,
-    volume_gateway,
-    volume_link,
-    volume_namespace,
+    get_volume_address,
+    get_volume_gateway,
+    get_volume_link,
+    get_volume_namespace,
 )
 from sandbox_gateway.hosts.kvm_xfs.network.conntrack import delete_connections
 from sandbox_gateway.hosts.kvm_xfs.network.namespaces import (
@@ -101,10 +101,10 @@ def _link_to_host(outer_name: str, address: str, inner_name: str, namespace: str
 
 def create_volume_namespace(network: Network) -> None:
     """Create the volume servers' namespace if it is missing. Bringing up the host's end of the link commits it."""
-    path, outer_name, inner_name = volume_namespace(network), volume_link(network), "eth0"
+    path, outer_name, inner_name = get_volume_namespace(network), get_volume_link(network), "eth0"
     with IPRoute() as route:
         is_committed = any(
-            link["flags"] & _IFF_UP and route.get_addr(index=index, address=volume_gateway(network))
+            link["flags"] & _IFF_UP and route.get_addr(index=index, address=get_volume_gateway(network))
             for index in route.link_lookup(ifname=outer_name)
             for link in route.get_links(index)
         )
@@ -114,23 +114,23 @@ def create_volume_namespace(network: Network) -> None:
         return
     remove_volume_namespace(network)
     enter_new_namespace(path)
-    _link_to_host(outer_name, volume_gateway(network), inner_name, path.name)
+    _link_to_host(outer_name, get_volume_gateway(network), inner_name, path.name)
     with IPRoute() as route:
         # `lo` stays down: the servers' packets to each other would pass through it.
         inner_index = _find_interface_index(route, inner_name)
         route.link("set", index=inner_index, state="up")
-        route.addr("add", index=inner_index, address=volume_address(network), prefixlen=30)
+        route.addr("add", index=inner_index, address=get_volume_address(network), prefixlen=30)
         # The servers have routes only to slots.
         for destination in (network.subnet, str(ALIAS_NETWORK)):
-            route.route("add", dst=destination, gateway=volume_gateway(network), oif=inner_index)
+            route.route("add", dst=destination, gateway=get_volume_gateway(network), oif=inner_index)
     with in_namespace(HOST_NAMESPACE), IPRoute() as host:
         host.link("set", index=_find_interface_index(host, outer_name), state="up")
 
 
 def remove_volume_namespace(network: Network) -> None:
     """Remove the volume servers' namespace. Servers that still run in it lose their connections."""
-    _remove_links(volume_link(network))
-    remove_namespace(volume_namespace(network))
+    _remove_links(get_volume_link(network))
+    remove_namespace(get_volume_namespace(network))
 
 
 def _create_tap(slot: Slot) -> None:

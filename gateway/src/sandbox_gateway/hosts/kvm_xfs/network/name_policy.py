@@ -9,8 +9,8 @@ import dns.name
 from sandbox_gateway.hosts.network_policy import (
     METADATA_NETWORKS,
     build_egress_rules,
-    denied_networks_of,
     list_allowed_names,
+    list_denied_networks,
 )
 from sandbox_gateway.records import NetworkPolicy
 
@@ -23,9 +23,9 @@ class NamePolicy:
         names = list_allowed_names(policy)
         self._names = {dns.name.from_text(name) for name in names if not name.startswith("*.")}
         self._parents = {dns.name.from_text(name[2:]) for name in names if name.startswith("*.")}
-        self._rules = [rule for rule in build_egress_rules(policy, []) if not rule.to_names]
+        self._rules = [rule for rule in build_egress_rules(policy, []) if not rule.matches_allowed_names]
         metadata_networks = [ipaddress.IPv4Network(text) for text in METADATA_NETWORKS]
-        specific_networks = [network for network in denied_networks_of(policy) if network.prefixlen > 0]
+        specific_networks = [network for network in list_denied_networks(policy) if network.prefixlen > 0]
         self._closed_networks = [subnet, *metadata_networks, *specific_networks]
         self._subnet = subnet
 

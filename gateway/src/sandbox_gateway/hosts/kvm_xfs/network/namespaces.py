@@ -68,12 +68,12 @@ def remove_namespace(path: Path) -> None:
 @contextlib.contextmanager
 def in_namespace(namespace: Path) -> Iterator[None]:
     """Run the body of this context in ``namespace``. Raises BackendFailed."""
-    with Path("/proc/thread-self/ns/net").open("rb") as previous, namespace.open("rb") as target:
-        _enter(target.fileno())
+    with Path("/proc/thread-self/ns/net").open("rb") as previous_namespace, namespace.open("rb") as target_namespace:
+        _enter(target_namespace.fileno())
         try:
             yield
         finally:
-            _enter(previous.fileno())
+            _enter(previous_namespace.fileno())
 
 
 def _enter(namespace: int) -> None:

@@ -37,7 +37,7 @@ MIN_OPEN_SECONDS, MAX_OPEN_SECONDS = 60, 3600
 """An address stays open for the TTL of its record, within these limits, and a little longer."""
 _GRACE_SECONDS = 30
 """The minimum time, in seconds, that an address stays open after the TTL in a reply has expired."""
-_MAX_OUTSTANDING = 16
+_MAX_OUTSTANDING_QUERIES = 16
 """Maximum number of a sandbox's queries that wait for an answer. Others are dropped, and the guest resends them."""
 _RECEIVE_BUFFER_BYTES = 64 << 10
 
@@ -111,7 +111,7 @@ class Resolver:
             self._send(encode_reply(query, dns.rcode.REFUSED), sender)
         elif question.rdtype != dns.rdatatype.A:
             self._send(encode_reply(query, dns.rcode.NOERROR), sender)
-        elif len(self._tasks) < _MAX_OUTSTANDING:
+        elif len(self._tasks) < _MAX_OUTSTANDING_QUERIES:
             task = asyncio.create_task(self._answer(query, sender))
             self._tasks.add(task)
             task.add_done_callback(self._tasks.discard)

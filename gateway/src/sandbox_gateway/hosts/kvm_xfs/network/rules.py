@@ -16,9 +16,9 @@ from sandbox_gateway.hosts.kvm_xfs.network.addresses import (
     VOLUME_PORTS,
     Slot,
     count_slots,
-    host_table,
-    volume_address,
-    volume_link,
+    get_host_table,
+    get_volume_address,
+    get_volume_link,
 )
 from sandbox_gateway.hosts.network_policy import build_egress_rules, list_allowed_names
 from sandbox_gateway.records import NetworkPolicy
@@ -63,11 +63,11 @@ def build_host_rules(network: Network) -> str:
 
     A slot cannot reach the host, other slots, or volumes that its sandbox does not mount.
     """
-    slots, servers = f'"{network.prefix}-*"', f'"{volume_link(network)}"'
-    server_address = volume_address(network)
+    slots, servers = f'"{network.prefix}-*"', f'"{get_volume_link(network)}"'
+    server_address = get_volume_address(network)
     unmarked_syn = f"tcp flags & (syn | ack) == syn meta mark != {MARK:#x}"
-    return f"""{build_table_removal(host_table(network))}
-table inet {host_table(network)} {{
+    return f"""{build_table_removal(get_host_table(network))}
+table inet {get_host_table(network)} {{
     set {VOLUME_ACCESS} {{
         type ipv4_addr . inet_service
     }}
@@ -132,7 +132,7 @@ def build_slot_rules(slot: Slot, network: Network, dns: Sequence[str]) -> str:
     """Return nft commands that create a slot's table with the default policy."""
     veth = f'"{slot.name}v"'
     tap = f'"{TAP_NAME}"'
-    server_address = volume_address(network)
+    server_address = get_volume_address(network)
     port_range = f"{VOLUME_PORTS.start}-{VOLUME_PORTS.stop - 1}"
     return f"""{build_table_removal(_TABLE)}
 table inet {_TABLE} {{
@@ -222,7 +222,7 @@ def _build_outside_rules(policy: NetworkPolicy, dns: Sequence[str], subnet: ipad
     connection_mark = f"{1 + secrets.randbelow(0xFFFFFFFF):#x}"
     rules = [f"ip daddr {subnet} {_REJECT}"]
     for rule in build_egress_rules(policy, dns):
-        if rule.to_names:
+        if rule.matches_allowed_names:
             rules.append(f"ct mark {connection_mark} accept")
             rules.append(f"ip daddr @{_NAME_ADDRESSES} ct mark set {connection_mark} accept")
             continue

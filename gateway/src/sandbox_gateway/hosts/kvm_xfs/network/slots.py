@@ -30,7 +30,13 @@ from collections.abc import Mapping
 from sandbox_gateway.config import Network
 from sandbox_gateway.errors import BackendFailed, Busy, Invalid
 from sandbox_gateway.hosts.kvm_xfs.network import links
-from sandbox_gateway.hosts.kvm_xfs.network.addresses import RUN_NETNS, Slot, count_slots, host_table, volume_address
+from sandbox_gateway.hosts.kvm_xfs.network.addresses import (
+    RUN_NETNS,
+    Slot,
+    count_slots,
+    get_host_table,
+    get_volume_address,
+)
 from sandbox_gateway.hosts.kvm_xfs.network.name_policy import NamePolicy
 from sandbox_gateway.hosts.kvm_xfs.network.namespaces import run_in_thread, set_sysctl, share_run_netns
 from sandbox_gateway.hosts.kvm_xfs.network.resolver import Resolver, open_socket
@@ -44,7 +50,7 @@ from sandbox_gateway.hosts.kvm_xfs.network.rules import (
     build_table_removal,
 )
 from sandbox_gateway.hosts.kvm_xfs.network.upstream import Upstream
-from sandbox_gateway.hosts.network_policy import name_servers
+from sandbox_gateway.hosts.network_policy import find_name_servers
 from sandbox_gateway.log import Logger
 from sandbox_gateway.records import NetworkPolicy
 from sandbox_gateway.tasks import BackgroundTasks
@@ -65,7 +71,7 @@ class SlotPool:
         self._subnet = ipaddress.IPv4Network(network.subnet)
         self._capacity = count_slots(network)
         self._uid_base = uid_base
-        self._dns = name_servers(network)
+        self._dns = find_name_servers(network)
         self._upstream = Upstream(self._dns)
         self._resolvers: dict[int, Resolver] = {}
         self._ready_slots: deque[Slot] = deque()
@@ -269,7 +275,7 @@ class SlotPool:
                 self._refill_requested.set()
 
     def _find_next_free_number(self) -> int:
-        """Return the number that has been free for longest, so that the host has forgotten its connections."""
+        """Return the number that has been free the longest, so that the host has forgotten its connections."""
         for step in range(self._capacity):
             number = (self._next_number + step) % self._capacity
             if number not in self._slots and number not in self._busy_numbers:
@@ -299,8 +305,8 @@ class SlotPool:
         share_run_netns()
         set_sysctl("net/ipv4/ip_forward", "1")
         # Clean up after an older release, whose volume servers did not have a separate namespace.
-        links.remove_loopback_address(volume_address(self._network))
+        links.remove_loopback_address(get_volume_address(self._network))
 
     async def _clean_up_host(self) -> None:
         await run_in_thread(links.remove_volume_namespace, self._network)
-        await apply_on_host(build_table_removal(host_table(self._network)))
+        await apply_on_host(build_table_removal(get_host_table(self._network)))

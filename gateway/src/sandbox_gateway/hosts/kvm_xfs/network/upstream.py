@@ -22,7 +22,7 @@ _MAX_SERVERS = 3
 _MAX_QUERIES = 256
 """Maximum number of queries, across all sandboxes, that wait for a name server. Each has its own socket."""
 _MAX_RESPONSE_BYTES = 1232
-_ANSWERS = (dns.rcode.NOERROR, dns.rcode.NXDOMAIN)
+_ANSWER_RCODES = (dns.rcode.NOERROR, dns.rcode.NXDOMAIN)
 
 
 @dataclass(frozen=True)
@@ -50,7 +50,7 @@ class Upstream:
                     answer = await self._ask(server, name)
                 except (dns.exception.DNSException, OSError):
                     continue
-                if answer.rcode in _ANSWERS:
+                if answer.rcode in _ANSWER_RCODES:
                     return answer
         return Answer(dns.rcode.SERVFAIL)
 

@@ -68,7 +68,7 @@ async def probe(config: KvmXfs, cache: Path, kernel: Path | None = None) -> Acce
     key_prefix = f"{version} {os.uname().release} "
     kernel = kernel or await asyncio.to_thread(_find_host_kernel)
     if kernel is None:
-        if any(booted for key, booted in results.items() if key.startswith(key_prefix)):
+        if any(has_booted for key, has_booted in results.items() if key.startswith(key_prefix)):
             return Accel("kvm", "host", version, "a kernel has booted on KVM before")
         return Accel("tcg", "max", version, "no kernel is available yet to test KVM")
     key = key_prefix + await asyncio.to_thread(_digest, kernel)

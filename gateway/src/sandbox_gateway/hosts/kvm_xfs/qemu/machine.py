@@ -1,4 +1,4 @@
-"""Control one QEMU process: send commands to its monitor (QMP), read its log, and notice when it ends."""
+"""Control one QEMU process: send commands to its monitor (QMP), read its log, and detect when it ends."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ from sandbox_gateway.hosts.kvm_xfs.bounded_log import (
     clear_append_flag,
     create_log,
     open_for_writing,
-    open_log_of,
+    open_process_log,
     read_log,
 )
 from sandbox_gateway.hosts.kvm_xfs.image.layout import InstanceFiles
 from sandbox_gateway.hosts.kvm_xfs.process_checks import send_signal
 from sandbox_gateway.hosts.kvm_xfs.qemu.command_line import MachineSpec, build_arguments
 from sandbox_gateway.hosts.kvm_xfs.qemu.processes import start_in_namespace
-from sandbox_gateway.hosts.kvm_xfs.qemu.sockets import connect_to, listen_at
+from sandbox_gateway.hosts.kvm_xfs.qemu.sockets import connect_to_path, listen_on_path
 from sandbox_gateway.log import Logger
 from sandbox_gateway.tasks import clean_up, finish_despite_cancellation
 
@@ -77,7 +77,7 @@ class Machine:
         self._log = log
         if log < 0:
             with contextlib.suppress(OSError):
-                self._log = open_log_of(pid, files.directory)
+                self._log = open_process_log(pid, files.directory)
         self._final_log = ""
         """The tail of the log, saved when the machine ends."""
         self._console_log = console_log
@@ -86,7 +86,7 @@ class Machine:
         self._qmp: QMPClient | None = None
         self._qmp_lock = asyncio.Lock()
         self._pidfd = pidfd if pidfd >= 0 else os.pidfd_open(pid)
-        self._ended = asyncio.Event()
+        self._end_event = asyncio.Event()
         self._callbacks: list[Callable[[], None]] = []
         # The end of the machine does not belong to the context of the request that started it.
         contextvars.Context().run(asyncio.get_running_loop().add_reader, self._pidfd, self._on_end)
@@ -113,7 +113,7 @@ class Machine:
             try:
                 stack.enter_context(qemu_line)
                 listener = stack.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC))
-                listen_at(listener, files.qmp)
+                listen_on_path(listener, files.qmp)
                 descriptors = {"qmp_fd": listener.fileno(), "line_fd": qemu_line.fileno()}
                 if state:
                     descriptors["state_fd"] = stack.enter_context(state.open("rb")).fileno()
@@ -145,7 +145,7 @@ class Machine:
 
     @property
     def has_ended(self) -> bool:
-        return self._ended.is_set()
+        return self._end_event.is_set()
 
     async def execute(self, command: str, arguments: dict[str, object] | None = None) -> object:
         """Run a QMP command and return its result. Raises BackendFailed with QEMU's message, or Timeout."""
@@ -221,7 +221,7 @@ class Machine:
                 return str(await self.execute("ringbuf-read", {"device": "console", "size": 16384}))
         return self._final_console if self._console_log < 0 else _read_text(self._console_log)
 
-    def memory_bytes(self) -> int:
+    def read_memory_bytes(self) -> int:
         """Return the memory use of the process in bytes, with a proportional share of shared pages (PSS)."""
         for line in Path(f"/proc/{self.pid}/smaps_rollup").read_text().splitlines():
             if line.startswith("Pss:"):
@@ -263,7 +263,7 @@ class Machine:
             return
         try:
             async with asyncio.timeout(seconds):
-                await self._ended.wait()
+                await self._end_event.wait()
         except TimeoutError:
             raise Timeout(f"QEMU process {self.pid} did not exit within {seconds:g} s of SIGKILL") from None
 
@@ -300,7 +300,7 @@ class Machine:
                 # The client would store every event, and a guest can cause events, for example by setting its clock.
                 client.events.event_filter = _reject_event
                 try:
-                    connection = connect_to(self.files.qmp)
+                    connection = connect_to_path(self.files.qmp)
                 except BlockingIOError:
                     raise Timeout("QEMU has not accepted several connections: its process hangs") from None
                 # connect() accepts a path of at most 107 bytes, or a connected socket.
@@ -311,7 +311,7 @@ class Machine:
     def _on_end(self) -> None:
         with contextlib.suppress(ChildProcessError):
             os.waitid(os.P_PIDFD, self._pidfd, os.WEXITED | os.WNOHANG)
-        self._ended.set()
+        self._end_event.set()
         self.forget()
         for callback in self._callbacks:
             callback()

@@ -37,7 +37,7 @@ class MachineProcess(NamedTuple):
         return self.directory.name if self.directory else ""
 
 
-def list_running(root: Path, prefix: str) -> Iterator[MachineProcess]:
+def list_running_processes(root: Path, prefix: str) -> Iterator[MachineProcess]:
     """Yield each process that runs in a network slot, or whose command line names a memory file below ``root``.
 
     ``prefix``: ``network.prefix``. Only root can start a process in a slot. So a process there that does not claim to

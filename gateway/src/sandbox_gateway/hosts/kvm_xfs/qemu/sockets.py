@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 
-def listen_at(listener: socket.socket, path: Path) -> None:
+def listen_on_path(listener: socket.socket, path: Path) -> None:
     """Make ``listener`` listen at ``path``, accessible only to root."""
     path.unlink(missing_ok=True)
     with _short_path(path.parent) as parent:
@@ -21,7 +21,7 @@ def listen_at(listener: socket.socket, path: Path) -> None:
     listener.listen(4)
 
 
-def connect_to(path: Path) -> socket.socket:
+def connect_to_path(path: Path) -> socket.socket:
     """Connect to the socket at ``path`` and return the non-blocking connection. Never waits. Raises OSError.
 
     A connection is refused if the server has not accepted several others, because its process hangs.

@@ -55,15 +55,15 @@ def _measure_tree_size_mb(tree: Path) -> int:
     """Return how many MiB a tree needs on a file system with 4 KiB blocks."""
     size = 0
     inodes: set[int] = set()
-    pending = [str(tree)]
-    while pending:
+    pending_directories = [str(tree)]
+    while pending_directories:
         # Paths that are too long for Linux do not count: this only estimates the size for an error message.
-        with contextlib.suppress(OSError), os.scandir(pending.pop()) as entries:
+        with contextlib.suppress(OSError), os.scandir(pending_directories.pop()) as entries:
             for entry in entries:
                 status = entry.stat(follow_symlinks=False)
                 if status.st_ino not in inodes:
                     inodes.add(status.st_ino)
                     size += -(-status.st_size // 4096) * 4096
                 if stat.S_ISDIR(status.st_mode):
-                    pending.append(entry.path)
+                    pending_directories.append(entry.path)
     return -(-size >> 20) or 1

@@ -54,7 +54,7 @@ def find_boot_files(tree: Tree) -> tuple[Path, Path]:
 
 
 def _check_boot_file_sizes(*boot_files: Path) -> None:
-    """Raise Invalid if a file is too large to be copied: a sparse file needs no room in the tree, but its copy does."""
+    """Raise Invalid if a file is too large to copy: a sparse file takes up no space in the tree, but its copy does."""
     for file in boot_files:
         if file.stat().st_size > _MAX_BOOT_FILE_BYTES:
             raise Invalid(

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from sandbox_gateway.config import Network
-from sandbox_gateway.hosts.kvm_xfs.network.addresses import ALIAS_NETWORK, host_table
+from sandbox_gateway.hosts.kvm_xfs.network.addresses import ALIAS_NETWORK, get_host_table
 from sandbox_gateway.hosts.kvm_xfs.network.rules import VOLUME_ACCESS, VOLUME_ALIASES, apply_on_host
 
 
@@ -16,7 +16,7 @@ class VolumeAccess:
     """Manages, for each volume, the (sandbox address . server port) pairs for which the host accepts connections."""
 
     def __init__(self, network: Network, aliases: Aliases) -> None:
-        self._table = host_table(network)
+        self._table = get_host_table(network)
         self._aliases = aliases
         self._allowed: dict[str, set[str]] = {}
 
@@ -36,10 +36,10 @@ class VolumeAccess:
             )
             allowed_pairs.update(new_pairs)
 
-    async def revoke(self, volume: str, keep: set[str]) -> None:
-        """Revoke all of a volume's pairs that are not in ``keep``."""
+    async def revoke(self, volume: str, kept_pairs: set[str]) -> None:
+        """Revoke all of a volume's pairs that are not in ``kept_pairs``."""
         allowed_pairs = self._allowed.get(volume, set())
-        if revoked_pairs := allowed_pairs - keep:
+        if revoked_pairs := allowed_pairs - kept_pairs:
             await apply_on_host(
                 f"delete element inet {self._table} {VOLUME_ACCESS} {{ {', '.join(sorted(revoked_pairs))} }}\n"
             )
@@ -57,7 +57,7 @@ class Aliases:
     def __init__(self, network: Network) -> None:
         machine_id_file = Path("/etc/machine-id")
         machine_id = machine_id_file.read_bytes() if machine_id_file.exists() else b""
-        digest = hashlib.sha256(machine_id + host_table(network).encode()).digest()
+        digest = hashlib.sha256(machine_id + get_host_table(network).encode()).digest()
         self._factor = int.from_bytes(digest[:8], "big") | 1  # An odd factor gives each address a different alias.
         self._offset = int.from_bytes(digest[8:16], "big")
 

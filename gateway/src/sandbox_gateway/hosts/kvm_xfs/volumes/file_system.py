@@ -18,7 +18,7 @@ from pathlib import Path
 from sandbox_gateway.command import run_async
 from sandbox_gateway.errors import BackendFailed
 from sandbox_gateway.hosts.kvm_xfs.process_checks import send_signal, wait_until_ended
-from sandbox_gateway.hosts.kvm_xfs.volumes.launcher import BLOCK_BYTES, EXT4_IOC_RESIZE_FS, block_counts
+from sandbox_gateway.hosts.kvm_xfs.volumes.launcher import BLOCK_BYTES, EXT4_IOC_RESIZE_FS, read_block_counts
 from sandbox_gateway.hosts.kvm_xfs.volumes.server_process import ServerProcess
 from sandbox_gateway.hosts.threads import run_with_timeout
 
@@ -137,7 +137,7 @@ def sync(server: ServerProcess) -> None:
         os.close(root_fd)
 
 
-def used_bytes(server: ServerProcess) -> int:
+def count_used_bytes(server: ServerProcess) -> int:
     """Return how many bytes the files of a running server's volume use."""
     root_fd = server.open_root()
     try:
@@ -166,7 +166,7 @@ async def grow_offline(image: Path) -> None:
     if can_resize():
         return
     with image.open("rb") as file:
-        if block_counts(file.fileno())[0] >= os.fstat(file.fileno()).st_size // BLOCK_BYTES:
+        if read_block_counts(file.fileno())[0] >= os.fstat(file.fileno()).st_size // BLOCK_BYTES:
             return
     deadline = time.monotonic() + _RELEASE_TIMEOUT_SECONDS
     await run_with_timeout(

@@ -140,7 +140,7 @@ class KvmVolumes:
         failures = [share.update_failure] if share.update_failure else []
         try:
             return VolumeState(
-                await self._servers.used_bytes(volume.id, self._store.require_image(volume.id)), failures
+                await self._servers.count_used_bytes(volume.id, self._store.require_image(volume.id)), failures
             )
         except GatewayError as error:
             return VolumeState(0, [*failures, error.message])
@@ -171,7 +171,7 @@ class KvmVolumes:
                     await self._restore(share)
                     raise
                 finally:
-                    await asyncio.to_thread(self._store.remove_staged, volume.id)
+                    await asyncio.to_thread(self._store.remove_staged_files, volume.id)
 
     async def _restore(self, share: _Share) -> None:
         """Restore the old image and its clients after a failed rollback."""

@@ -191,13 +191,13 @@ def _mount_image(image_fd: int, device_path: str, target: str) -> None:
     options = "errors=remount-ro,discard,noinit_itable"
     _mount(device_path, target, "ext4", _MS_NOSUID | _MS_NODEV | _MS_NOEXEC | _MS_NOATIME, options)
     block_count = os.fstat(image_fd).st_size // BLOCK_BYTES
-    if block_counts(image_fd)[0] < block_count:
+    if read_block_counts(image_fd)[0] < block_count:
         mount_fd = os.open(target, os.O_RDONLY | os.O_DIRECTORY)
         fcntl.ioctl(mount_fd, EXT4_IOC_RESIZE_FS, struct.pack("=Q", block_count))
         os.close(mount_fd)
 
 
-def block_counts(image_fd: int) -> tuple[int, int]:
+def read_block_counts(image_fd: int) -> tuple[int, int]:
     """Read the numbers of total and used blocks from the superblock of the ext4 file system in an image."""
     superblock = os.pread(image_fd, 1024, 1024)
     low, _, free_low = struct.unpack_from("<3I", superblock, 0x4)
@@ -285,29 +285,29 @@ def _act_as_rpcbind(rpcbind_socket: socket.socket, server_pid: int) -> bool:
     Returns False if the server ended.
     """
     callers: dict[int, socket.socket] = {}
-    registered: dict[int, set[bytes]] = {_NFS: set(), _MOUNT: set()}
+    transports: dict[int, set[bytes]] = {_NFS: set(), _MOUNT: set()}
     descriptors = [0, rpcbind_socket.fileno()]
     # The server registers NFS before MOUNT, both over the same transports.
-    while 0 in descriptors or not registered[_NFS] or registered[_MOUNT] != registered[_NFS]:
-        ready, _, _ = select.select([*descriptors, *callers], [], [], 0.2)
+    while 0 in descriptors or not transports[_NFS] or transports[_MOUNT] != transports[_NFS]:
+        ready_descriptors, _, _ = select.select([*descriptors, *callers], [], [], 0.2)
         if os.waitpid(server_pid, os.WNOHANG)[0]:
             return False
-        for descriptor in ready:
+        for descriptor in ready_descriptors:
             if descriptor == 0:
                 descriptors.remove(0)
             elif descriptor == rpcbind_socket.fileno():
                 caller, _ = rpcbind_socket.accept()
                 caller.settimeout(5)
                 callers[caller.fileno()] = caller
-            elif not _answer_call(callers[descriptor], registered):
+            elif not _answer_call(callers[descriptor], transports):
                 callers.pop(descriptor).close()
     return True
 
 
-def _answer_call(caller: socket.socket, registered: dict[int, set[bytes]]) -> bool:
+def _answer_call(caller: socket.socket, transports: dict[int, set[bytes]]) -> bool:
     """Answer one RPCBIND call (RFC 5531, RFC 1833) with success.
 
-    If the call registers a transport, adds the transport to ``registered``. Returns False at the end of the connection.
+    If the call registers a transport, adds it to ``transports``. Returns False at the end of the connection.
     """
     with contextlib.suppress(OSError, struct.error):
         (header,) = struct.unpack(">I", caller.recv(4, socket.MSG_WAITALL))
@@ -320,8 +320,8 @@ def _answer_call(caller: socket.socket, registered: dict[int, set[bytes]]) -> bo
             verifier_offset = 32 + credentials_length + 4
             arguments_offset = verifier_offset + 4 + struct.unpack_from(">I", call, verifier_offset)[0]
             program, version, length = struct.unpack_from(">3I", call, arguments_offset)
-            if program in registered and version == 3:
-                registered[program].add(call[arguments_offset + 12 : arguments_offset + 12 + length])
+            if program in transports and version == 3:
+                transports[program].add(call[arguments_offset + 12 : arguments_offset + 12 + length])
         return True
     return False
 

@@ -19,11 +19,11 @@ from sandbox_gateway.tasks import wait_for_all
 class PendingSnapshot:
     """An uncommitted snapshot. Call ``prepare``, ``clone_image`` (which is fast), then ``commit`` or ``undo``."""
 
-    def __init__(self, image: Path, final: Path, snapshot: VolumeSnapshot) -> None:
+    def __init__(self, image: Path, final_directory: Path, snapshot: VolumeSnapshot) -> None:
         self.volume = snapshot.volume
         self._image = image
-        self._final_directory = final
-        self._partial_directory = commit_protocol.partial_of(final)
+        self._final_directory = final_directory
+        self._partial_directory = commit_protocol.get_partial_directory(final_directory)
         self._snapshot = snapshot
         self._has_files = False
         self._stack = contextlib.ExitStack()
@@ -80,19 +80,19 @@ class PendingSnapshots:
             await wait_for_all(
                 *(stack.enter_async_context(self._servers.frozen(each.volume)) for each in self._snapshots)
             )
-            await asyncio.to_thread(self._for_each, PendingSnapshot.clone_image)
+            await asyncio.to_thread(self._call_for_each, PendingSnapshot.clone_image)
 
     async def commit(self) -> None:
         if self._snapshots:
-            await asyncio.to_thread(self._for_each, PendingSnapshot.commit)
+            await asyncio.to_thread(self._call_for_each, PendingSnapshot.commit)
 
     async def undo(self) -> None:
         if self._snapshots:
-            await asyncio.to_thread(self._for_each, PendingSnapshot.undo)
+            await asyncio.to_thread(self._call_for_each, PendingSnapshot.undo)
 
     def close(self) -> None:
-        self._for_each(PendingSnapshot.close)
+        self._call_for_each(PendingSnapshot.close)
 
-    def _for_each(self, step: Callable[[PendingSnapshot], None]) -> None:
+    def _call_for_each(self, step: Callable[[PendingSnapshot], None]) -> None:
         for snapshot in self._snapshots:
             step(snapshot)

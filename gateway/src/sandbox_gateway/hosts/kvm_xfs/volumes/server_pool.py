@@ -36,11 +36,11 @@ from weakref import WeakValueDictionary
 from sandbox_gateway.config import Network
 from sandbox_gateway.errors import BackendFailed, GatewayError
 from sandbox_gateway.hosts.base import GuestMount
-from sandbox_gateway.hosts.kvm_xfs.bounded_log import open_log_of
+from sandbox_gateway.hosts.kvm_xfs.bounded_log import open_process_log
 from sandbox_gateway.hosts.kvm_xfs.network.addresses import GATEWAY_ADDRESS
 from sandbox_gateway.hosts.kvm_xfs.volumes import file_system
 from sandbox_gateway.hosts.kvm_xfs.volumes.access import Aliases, VolumeAccess
-from sandbox_gateway.hosts.kvm_xfs.volumes.launcher import BLOCK_BYTES, block_counts
+from sandbox_gateway.hosts.kvm_xfs.volumes.launcher import BLOCK_BYTES, read_block_counts
 from sandbox_gateway.hosts.kvm_xfs.volumes.server_process import (
     ServerProcess,
     ServerSettings,
@@ -105,7 +105,7 @@ class ServerPool:
             ):
                 server.send_signal(signal.SIGCONT)  # If a gateway died during a capture, the server is still frozen.
                 with contextlib.suppress(OSError):
-                    server.log = open_log_of(found_server.pid)
+                    server.log = open_process_log(found_server.pid)
                 self._watch(server)
                 self._starter.limit(server)
                 await self._access.allow(volume, settings.list_access_pairs())
@@ -113,13 +113,13 @@ class ServerPool:
             name = f"a server for volume {volume}" if volume else "an unknown server"
             repaired.append(f"stopped {name} that could not be adopted")
             stopped_volumes.add(volume)
-            repaired += await _stop_found(server)
+            repaired += await _stop_found_server(server)
         for directory in self._root.iterdir():
             if directory.name in self._servers:
                 continue
             # A server that hid its volume may have been writing to the image until now.
             if directory.name not in stopped_volumes and (settings := load_settings(directory)):
-                repaired += await _stop_found(ServerProcess(directory.name, 0, settings))
+                repaired += await _stop_found_server(ServerProcess(directory.name, 0, settings))
             remove_tree(directory, ignore_errors=True)
         self._starter.cgroups.sweep(set(self._servers))
         return repaired
@@ -140,7 +140,7 @@ class ServerPool:
     # -- serving ----------------------------------------------------------------------------------------------------
 
     async def serve(self, volume: str, image: Path, port: int, clients: Mapping[str, bool]) -> None:
-        """Serve a volume to exactly ``clients``, or stop its server if there are none.
+        """Serve a volume to exactly these ``clients``, or stop its server if there are none.
 
         ``clients``: whether each client is read-only, keyed by ``Slot.host_address``.
 
@@ -247,18 +247,18 @@ class ServerPool:
             else:
                 await self._restart(server)
 
-    async def used_bytes(self, volume: str, image: Path) -> int:
+    async def count_used_bytes(self, volume: str, image: Path) -> int:
         """Return how many bytes the files in the volume use, with or without a server."""
         server = self._servers.get(volume)
         if server is not None and not server.has_ended():
             with contextlib.suppress(BackendFailed):
                 return await run_with_timeout(
-                    lambda: file_system.used_bytes(server),
+                    lambda: file_system.count_used_bytes(server),
                     _USAGE_TIMEOUT_SECONDS,
                     f"the server for volume {volume} did not answer",
                 )
         with image.open("rb") as file:
-            return block_counts(file.fileno())[1] * BLOCK_BYTES
+            return read_block_counts(file.fileno())[1] * BLOCK_BYTES
 
     # -- one server -------------------------------------------------------------------------------------------------
 
@@ -349,7 +349,7 @@ class ServerPool:
             await asyncio.sleep(_REPLACE_INTERVAL_SECONDS)
 
 
-async def _stop_found(server: ServerProcess) -> list[str]:
+async def _stop_found_server(server: ServerProcess) -> list[str]:
     """Stop a server of an earlier gateway, if it is running, and wait for its image. Returns any error messages."""
     try:
         await file_system.stop_server(server, _STOP_TIMEOUT_SECONDS)

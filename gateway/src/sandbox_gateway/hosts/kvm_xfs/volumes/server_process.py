@@ -152,7 +152,7 @@ class FoundServer(NamedTuple):
 
 
 def find_servers(root: Path, namespace: Path) -> Iterator[FoundServer]:
-    """Yield each process of volume servers: those whose files are below ``root``, and all that run in ``namespace``.
+    """Yield each process of a volume server: those with files below ``root``, and all those that run in ``namespace``.
 
     ``namespace``: the file of the network namespace of volume servers. Only root can start a process there.
     """

@@ -17,7 +17,7 @@ from sandbox_gateway.config import Network
 from sandbox_gateway.errors import BackendFailed, Timeout
 from sandbox_gateway.hosts.kvm_xfs.bounded_log import create_log
 from sandbox_gateway.hosts.kvm_xfs.cgroup import Cgroups
-from sandbox_gateway.hosts.kvm_xfs.network.addresses import volume_address, volume_gateway, volume_namespace
+from sandbox_gateway.hosts.kvm_xfs.network.addresses import get_volume_address, get_volume_gateway, get_volume_namespace
 from sandbox_gateway.hosts.kvm_xfs.volumes import file_system, launcher, rpc
 from sandbox_gateway.hosts.kvm_xfs.volumes.access import Aliases
 from sandbox_gateway.hosts.kvm_xfs.volumes.configuration import derive_marker, render_configuration
@@ -51,12 +51,12 @@ class ServerStarter:
     """
 
     def __init__(self, network: Network, root: Path, ganesha: str, aliases: Aliases) -> None:
-        self._address = volume_address(network)
-        self._gateway = volume_gateway(network)
+        self._address = get_volume_address(network)
+        self._gateway = get_volume_gateway(network)
         self._root = root
         self._ganesha = ganesha
         self._aliases = aliases
-        self.namespace = volume_namespace(network)
+        self.namespace = get_volume_namespace(network)
         self.cgroups = Cgroups(network.prefix, "volumes")
 
     def limit(self, server: ServerProcess) -> None:

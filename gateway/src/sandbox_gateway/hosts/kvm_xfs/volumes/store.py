@@ -109,7 +109,7 @@ class VolumeStore:
             raise
 
     def swap(self, volume: str) -> None:
-        """Replace the image with the staged copy. Keeps the old image until ``remove_staged``."""
+        """Replace the image with the staged copy. Keeps the old image until ``remove_staged_files``."""
         directory = self._root / volume
         (directory / _OLD_IMAGE).unlink(missing_ok=True)
         if (directory / VOLUME_IMAGE_NAME).exists():
@@ -124,7 +124,7 @@ class VolumeStore:
             (directory / _OLD_IMAGE).replace(directory / VOLUME_IMAGE_NAME)
             commit_protocol.sync_directory(directory)
 
-    def remove_staged(self, volume: str) -> None:
+    def remove_staged_files(self, volume: str) -> None:
         """Remove the staged copy and the old image."""
         with contextlib.suppress(OSError):  # If this fails, the next start removes the files.
             for name in (_NEW_IMAGE, _OLD_IMAGE):
@@ -254,7 +254,7 @@ async def _format(image: Path, volume: Volume) -> None:
 @contextlib.contextmanager
 def _partial_directory(final_directory: Path) -> Iterator[Path]:
     """Create and yield the partial directory that is to become ``final_directory``. On failure, remove both."""
-    partial_directory = commit_protocol.partial_of(final_directory)
+    partial_directory = commit_protocol.get_partial_directory(final_directory)
     partial_directory.mkdir(mode=0o700)
     try:
         yield partial_directory

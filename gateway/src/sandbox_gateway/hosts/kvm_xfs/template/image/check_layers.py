@@ -152,7 +152,7 @@ def read_members(reader: _CountingReader) -> Iterator[tarfile.TarInfo]:
                 raise ValueError("several extended headers of the same type")
             extended[member.type] = _read_extended_header(reader, member.size)
             continue
-        _apply(extended, member)
+        _apply_extended_headers(extended, member)
         extended = {}
         yield member
         if member.isreg():
@@ -192,9 +192,9 @@ def _parse_header(block: bytes) -> tarfile.TarInfo:
         name: _parse_number(block[offset : offset + (12 if name in ("size", "mtime") else 8)])
         for name, offset in _NUMBERS.items()
     }
-    checked = block[:148] + b" " * 8 + block[156:]
-    unsigned_sum = sum(checked)
-    if numbers["chksum"] not in (unsigned_sum, unsigned_sum - 256 * sum(byte > 127 for byte in checked)):
+    checked_block = block[:148] + b" " * 8 + block[156:]
+    unsigned_sum = sum(checked_block)
+    if numbers["chksum"] not in (unsigned_sum, unsigned_sum - 256 * sum(byte > 127 for byte in checked_block)):
         raise ValueError("bad checksum")
     if numbers["size"] < 0:
         raise ValueError("negative size")
@@ -231,7 +231,7 @@ def _read_extended_header(reader: _CountingReader, size: int) -> bytes:
     return data[:size]
 
 
-def _apply(extended: dict[bytes, bytes], member: tarfile.TarInfo) -> None:
+def _apply_extended_headers(extended: dict[bytes, bytes], member: tarfile.TarInfo) -> None:
     records = _parse_pax(extended.get(_PAX_TYPE, b""))
     for key, value in records.items():
         if key in ("path", "linkpath", "uname", "gname") and b"\0" in value:

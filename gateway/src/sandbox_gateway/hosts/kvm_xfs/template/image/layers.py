@@ -36,17 +36,17 @@ async def unpack_layers(image: CopiedImage, work_directory: Path, disk_mb: int, 
     log(f"checking {len(image.layers)} layers")
     paths = [f"{'gzip' if layer.is_gzip else 'tar'}:{WORK / layer.path}" for layer in image.layers]
     limits = [str(disk_mb << 20), str(disk_mb * _MAX_ENTRIES_PER_MIB)]
-    check = confine(
+    check_command = confine(
         [_PYTHON, "-I", "-S", _CHECKER, *limits, *paths],
         work_directory,
         inputs={_CHECKER: Path(check_layers.__file__)},
         max_memory_bytes=_CHECKER_MEMORY_BYTES,
     )
-    result = await run_async(check, timeout=STEP_TIMEOUT_SECONDS, max_output_bytes=_MAX_OUTPUT_BYTES)
+    result = await run_async(check_command, timeout=STEP_TIMEOUT_SECONDS, max_output_bytes=_MAX_OUTPUT_BYTES)
     if problem := json.loads(result.stdout)["problem"]:
         raise Invalid(problem if problem.startswith("the image") else f"the image cannot be unpacked: {problem}")
     log("unpacking the layers")
-    unpack = confine(
+    unpack_command = confine(
         # At a more verbose level, umoci prints a warning for each file with attributes that it cannot set.
         ["umoci", "--log=fatal", "raw", "unpack", "--image", f"{WORK / LAYOUT}:image", str(WORK / TREE)],
         work_directory,
@@ -54,7 +54,7 @@ async def unpack_layers(image: CopiedImage, work_directory: Path, disk_mb: int, 
         max_file_bytes=disk_mb << 20,
     )
     tree = work_directory / TREE
-    program = run_async(unpack, timeout=STEP_TIMEOUT_SECONDS, check=False, max_output_bytes=_MAX_OUTPUT_BYTES)
+    program = run_async(unpack_command, timeout=STEP_TIMEOUT_SECONDS, check=False, max_output_bytes=_MAX_OUTPUT_BYTES)
     result = await run_measured(program, lambda: check_tree_size(tree, disk_mb))
     if result.returncode != 0:
         output = result.stderr.strip()[-1000:]

@@ -173,10 +173,11 @@ def read_layout(work_directory: Path, image: ImageReference) -> CopiedImage:
 
 
 def _check_platform(image: ImageReference, config: Mapping[str, Any]) -> None:
-    found = f"{config.get('os') or 'linux'}/{config.get('architecture') or 'unknown'}"
-    if found != (expected := f"linux/{find_architecture()}"):
+    found_platform = f"{config.get('os') or 'linux'}/{config.get('architecture') or 'unknown'}"
+    if found_platform != (expected_platform := f"linux/{find_architecture()}"):
         raise Invalid(
-            f"the image {image} is for {found[:80]}, but this host runs {expected}: use an image for {expected}"
+            f"the image {image} is for {found_platform[:80]}, but this host runs {expected_platform}: use an image for "
+            f"{expected_platform}"
         )
 
 

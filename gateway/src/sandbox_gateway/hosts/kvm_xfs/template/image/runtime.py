@@ -110,16 +110,16 @@ async def _copy_programs(source: Tree, guest: Tree) -> None:
 
 async def _copy_libraries(source: Tree, guest: Tree, files: Iterable[Path]) -> None:
     """Copy the libraries that ``files`` need, and those that these libraries need."""
-    pending = list(files)
+    pending_files = list(files)
     copied_names = set()
-    while pending:
-        for name in (await _run_patchelf("--print-needed", pending.pop())).split():
+    while pending_files:
+        for name in (await _run_patchelf("--print-needed", pending_files.pop())).split():
             if name in copied_names or name.startswith("ld-linux"):
                 continue
             copied_names.add(name)
             target = guest.resolve(f"{PREFIX}/lib/{name}")
             await asyncio.to_thread(_copy_file, _find_library(source, name), target)
-            pending.append(target)
+            pending_files.append(target)
 
 
 def _find_library(source: Tree, name: str) -> Path:

@@ -4,7 +4,7 @@
 Arguments: the archive, which is removed; the destination; USER, UID, USER:GROUP or UID:GID, or "" for root; an octal
 mode, or "" for the modes in the archive. Variables in the destination and the owner are replaced.
 
-A source is an entry of the archive that is not below another entry. Of a directory, only its contents are copied.
+A source is an entry of the archive that is not below another entry. For a directory, only its contents are copied.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ class Copier:
         self.owner = owner
         self.mode = mode
         self.directories: set[str] = set()
-        """Directories below the destination that exist and are no links."""
+        """Directories below the destination that exist and are not links."""
         self.files: dict[str, str] = {}
         """The copied regular files: path in the archive → path of the copy."""
 
@@ -110,23 +110,23 @@ class Copier:
 
     def make_destination(self, path: str) -> None:
         """Create the destination and the directories above it, unless they exist."""
-        missing = []
+        missing_directories = []
         while not os.path.lexists(path):
-            missing.append(path)
+            missing_directories.append(path)
             path = os.path.dirname(path)
         if not os.path.isdir(path):
             raise CopyError(f"{path} is not a directory")
-        for each in reversed(missing):
+        for each in reversed(missing_directories):
             os.mkdir(each)
             self.set_attributes(each, DIRECTORY_MODE)
 
     def copy_member(self, name: str, member: tarfile.TarInfo, base: str, relative_path: str) -> None:
-        *parents, last = relative_path.split("/")
+        *parents, last_part = relative_path.split("/")
         parent = base
         for part in parents:
             parent = f"{parent}/{part}"
             self.make_directory(parent)
-        path = f"{parent}/{last}"
+        path = f"{parent}/{last_part}"
         mode = stat.S_IMODE(member.mode) if self.mode is None else self.mode
         if member.isdir():
             self.make_directory(path)

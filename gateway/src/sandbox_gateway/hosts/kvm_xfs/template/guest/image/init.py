@@ -78,7 +78,7 @@ def run(argv: list[str]) -> None:
         print(f"init: {argv[0]} failed: {error}", flush=True)
 
 
-def agent_environment() -> dict[str, str]:
+def build_agent_environment() -> dict[str, str]:
     """Return the agent's environment. It has the image's PATH, so that commands find the image's programs."""
     try:
         with open(f"{PREFIX}/start.json") as file:
@@ -90,7 +90,7 @@ def agent_environment() -> dict[str, str]:
 
 def start_agent() -> int:
     return subprocess.Popen(
-        AGENT, env=agent_environment(), stdin=subprocess.DEVNULL, cwd="/", start_new_session=True
+        AGENT, env=build_agent_environment(), stdin=subprocess.DEVNULL, cwd="/", start_new_session=True
     ).pid
 
 
