@@ -64,7 +64,7 @@ def join_failures(failures: dict[str, Failure], total: int) -> Failure:
 
 
 @contextlib.contextmanager
-def explaining_removal(kind: str, ref: str, ident: str) -> Iterator[None]:
+def removal_explained(kind: str, ref: str, ident: str) -> Iterator[None]:
     """Replace a "not found" error about ``ident`` with one that names the resource as the user did.
 
     Use it around requests that need a resource that existed when the task was planned.

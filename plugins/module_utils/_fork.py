@@ -14,13 +14,13 @@ from typing import TYPE_CHECKING, Any
 
 from ansible_collections.grove.sandbox.plugins.module_utils import _refusals
 from ansible_collections.grove.sandbox.plugins.module_utils._client import quote_segment
-from ansible_collections.grove.sandbox.plugins.module_utils._failure import Failure, explaining_removal
+from ansible_collections.grove.sandbox.plugins.module_utils._failure import Failure, removal_explained
 from ansible_collections.grove.sandbox.plugins.module_utils._mounts import (
     MOUNT_OPTIONS,
     Mount,
     check_volumes_exist,
     find_volumes,
-    mounted_paths,
+    list_mounted_paths,
     parse_mounts,
 )
 from ansible_collections.grove.sandbox.plugins.module_utils._names import find_taken_names
@@ -29,26 +29,26 @@ from ansible_collections.grove.sandbox.plugins.module_utils._plan import (
     Change,
     Plan,
     keep_common_keys,
+    make_temporary_name,
     require_minimum,
     stringify_values,
-    temporary_name,
     validate_names,
 )
 from ansible_collections.grove.sandbox.plugins.module_utils._sandbox import (
     apply_to_sandbox,
+    build_size_fields,
     check_mounts,
     check_sizes,
+    compute_lifetime,
     compute_lifetime_end,
+    get_final_view,
     lifetime_differs,
-    lifetime_of,
-    mounts_of_fork,
+    make_view,
     plan_remounts,
     plan_removal,
+    predict_mounts,
     replace,
-    size_fields,
     validate_timeout,
-    view,
-    view_after,
 )
 from ansible_collections.grove.sandbox.plugins.module_utils._shapes import (
     sandbox_shape,
@@ -137,7 +137,7 @@ class CurrentState:
     captures: Mapping[str, str] = field(default_factory=dict)
 
 
-def desired_state(params: Mapping[str, Any]) -> DesiredState:
+def parse_desired_state(params: Mapping[str, Any]) -> DesiredState:
     kind = "snapshot" if params.get("snapshot") else "sandbox"
     prefix = params.get("name_prefix") or ""
     is_absent = params["state"] == "absent"
@@ -191,7 +191,7 @@ def observe(client: Client, want: DesiredState) -> CurrentState:
     resources = {name: shape for name, shape in all_sandboxes.items() if name in siblings or name in want.names}
     missing_names = [] if want.state == "absent" else [name for name in want.names if name not in all_sandboxes]
     volumes = {} if want.state == "absent" else find_volumes(client, want.mounts, source)
-    taken_names = find_taken_names(client, missing_names, except_kind="sandbox")
+    taken_names = find_taken_names(client, missing_names, excluded_kind="sandbox")
     return CurrentState(resources, siblings, client.now(), source, taken_names, volumes, captures)
 
 
@@ -241,8 +241,8 @@ def _find_siblings(
     return frozenset(shape["name"] for shape in children if shape["forked_from"] not in listed_snapshot_ids)
 
 
-def named_paths(want: DesiredState, have: CurrentState) -> list[str]:
-    return [_make_source_path(want), *mounted_paths(want.mounts, have.source)]
+def list_named_paths(want: DesiredState, have: CurrentState) -> list[str]:
+    return [_make_source_path(want), *list_mounted_paths(want.mounts, have.source)]
 
 
 def plan(want: DesiredState, have: CurrentState) -> Plan:
@@ -281,11 +281,11 @@ def _plan_removal(want: DesiredState, have: CurrentState, name: str, current: Ma
     if current is None:
         return []
     if name not in have.siblings:
-        raise _foreign_sandbox_error(want, name, current)
+        raise _create_foreign_sandbox_error(want, name, current)
     return [plan_removal(name, current)]
 
 
-def _foreign_sandbox_error(want: DesiredState, name: str, current: Mapping[str, Any]) -> Failure:
+def _create_foreign_sandbox_error(want: DesiredState, name: str, current: Mapping[str, Any]) -> Failure:
     remedy = (
         "set recreate: true to replace it, which loses its contents, or choose another name"
         if want.state == "present"
@@ -307,7 +307,7 @@ def _should_replace(want: DesiredState, have: CurrentState, name: str, current: 
     if name not in have.siblings:
         if want.recreate:
             return True
-        raise _foreign_sandbox_error(want, name, current)
+        raise _create_foreign_sandbox_error(want, name, current)
     differences = [f"{key} {current[key]}, not {value}" for key, value in want.sizes.items() if current[key] != value]
     for mount in want.mounts or ():
         if mount.clone and _find_clone(want, have, current, mount) is None:
@@ -339,7 +339,7 @@ def _is_dead(current: Mapping[str, Any]) -> bool:
 
 def _require_free_name(have: CurrentState, name: str, current: Mapping[str, Any] | None) -> Mapping[str, Any] | None:
     if current is None and name in have.taken_names:
-        raise _refusals.name_taken_error(name, have.taken_names[name])
+        raise _refusals.create_name_taken_error(name, have.taken_names[name])
     return current
 
 
@@ -361,10 +361,10 @@ def _plan_fork(
     body: dict[str, Any] = {
         "names": [name for name, _current in fork_targets],
         "atomic": want.atomic,
-        **size_fields(want.sizes),
+        **build_size_fields(want.sizes),
     }
     if want.mounts is not None:
-        body["volumeMounts"] = [mount.request_fields() for mount in want.mounts]
+        body["volumeMounts"] = [mount.build_request_fields() for mount in want.mounts]
     if want.concurrency is not None:
         body["concurrency"] = want.concurrency
     if want.metadata:
@@ -376,7 +376,7 @@ def _plan_fork(
     if want.cold_start:
         body["coldStart"] = True
     replaced_sandboxes = tuple(
-        (current["id"], current["name"], temporary_name(current["name"], current["id"]))
+        (current["id"], current["name"], make_temporary_name(current["name"], current["id"]))
         for _name, current in fork_targets
         if current is not None
     )
@@ -391,7 +391,7 @@ def _plan_fork(
 
 
 def _make_fork_change(name: str, current: Mapping[str, Any] | None, after: Mapping[str, Any]) -> Change:
-    return Change(name, None if current is None else keep_common_keys(view(current), after), after)
+    return Change(name, None if current is None else keep_common_keys(make_view(current), after), after)
 
 
 def _check_captures_exist(want: DesiredState, have: CurrentState) -> None:
@@ -399,7 +399,7 @@ def _check_captures_exist(want: DesiredState, have: CurrentState) -> None:
     for mount in want.mounts or ():
         if not mount.clone or mount.volume in have.captures:
             continue
-        raise _refusals.nothing_to_clone_error(mount.volume, want.source_kind, want.source)
+        raise _refusals.create_nothing_to_clone_error(mount.volume, want.source_kind, want.source)
 
 
 def _predict_view(want: DesiredState, source: Mapping[str, Any], name: str) -> dict[str, Any]:
@@ -413,7 +413,7 @@ def _predict_view(want: DesiredState, source: Mapping[str, Any], name: str) -> d
         fork_view["timeout"] = want.timeout
     if not any(mount.clone for mount in want.mounts or ()):
         # The gateway chooses the names of clones.
-        fork_view["volumes"] = mounts_of_fork(want.mounts, source)
+        fork_view["volumes"] = predict_mounts(want.mounts, source)
     if want.source_kind == "snapshot":
         fork_view["forked_from"] = source["id"]
     else:
@@ -425,21 +425,21 @@ def _plan_changes(want: DesiredState, have: CurrentState, name: str, current: Ma
     """Return the actions that change an existing sibling. A resume comes first, a pause last."""
     if _matches_request(want, current):
         return []
-    current_view = view(current)
+    current_view = make_view(current)
     check_volumes_exist(want.mounts, have.volumes)
     actions: list[Action] = []
     if not want.paused and current_view["state"] == "paused":
         actions.append(
             Action("resume", (Change(name, current_view, {**current_view, "state": "running"}),), {"id": current["id"]})
         )
-        current_view = view_after(actions, current_view)
+        current_view = get_final_view(actions, current_view)
     if want.metadata is not None and want.metadata != current_view["metadata"]:
         new_view = {**current_view, "metadata": dict(want.metadata)}
         request = {"id": current["id"], "body": {"metadata": dict(want.metadata)}}
         actions.append(Action("update", (Change(name, current_view, new_view),), request))
         current_view = new_view
     actions += plan_remounts(name, current, current_view, _resolve_mounts(want, have, current))
-    current_view = view_after(actions, current_view)
+    current_view = get_final_view(actions, current_view)
     if lifetime_differs(want.timeout, current_view["timeout"]):
         new_view = {**current_view, "timeout": want.timeout}
         request = {"id": current["id"], "end": compute_lifetime_end(want.timeout, name, current, have.gateway_time)}
@@ -455,7 +455,7 @@ def _plan_changes(want: DesiredState, have: CurrentState, name: str, current: Ma
 def _matches_request(want: DesiredState, current: Mapping[str, Any]) -> bool:
     """Return whether the sibling needs no change. Does not create views, which would be slow for a hundred siblings."""
     requested_state = "paused" if want.paused else "running"
-    has_same_lifetime = want.timeout is None or not lifetime_differs(want.timeout, lifetime_of(current))
+    has_same_lifetime = want.timeout is None or not lifetime_differs(want.timeout, compute_lifetime(current))
     return (
         current["state"] == requested_state
         and want.metadata in (None, current["metadata"])
@@ -507,7 +507,7 @@ def apply(action: Action, client: Client) -> dict[str, Failure]:
     if request["old"]:
         # All replacements must exist before the first old sandbox is removed.
         body["atomic"] = True
-    with explaining_removal(*request["ref"], request["source"]):
+    with removal_explained(*request["ref"], request["source"]):
         response = replace(
             client, list(request["old"]), lambda: client.post(path.format(quote_segment(request["source"])), body)
         )
@@ -528,10 +528,10 @@ def _parse_failures(response: Any) -> dict[str, Failure]:
     }
 
 
-def result_lists(want: DesiredState) -> dict[str, tuple[str, ...]]:
+def get_result_lists(want: DesiredState) -> dict[str, tuple[str, ...]]:
     """Return the keys of the result's lists, in order, with the names of the resources in each list."""
     return {PLURAL: want.names}
 
 
-def resources_by_name(want: DesiredState, have: CurrentState) -> Mapping[str, Mapping[str, Any]]:
+def get_resources_by_name(want: DesiredState, have: CurrentState) -> Mapping[str, Mapping[str, Any]]:
     return have.resources

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Optional
 
 from ansible_collections.grove.sandbox.plugins.module_utils._client import quote_segment
 from ansible_collections.grove.sandbox.plugins.module_utils._failure import Failure
-from ansible_collections.grove.sandbox.plugins.module_utils._plan import hide_unknown, stringify_values
+from ansible_collections.grove.sandbox.plugins.module_utils._plan import hide_unknown_values, stringify_values
 from ansible_collections.grove.sandbox.plugins.module_utils._shapes import (
     sandbox_shape,
     snapshot_shape,
@@ -51,7 +51,7 @@ class Listing:
     def RULES(self) -> dict[str, Any]:
         return {}
 
-    def result(self, client: Client, params: Mapping[str, Any]) -> dict[str, Any]:
+    def make_result(self, client: Client, params: Mapping[str, Any]) -> dict[str, Any]:
         """Return the module's result, which contains the selected resources. Raises Failure."""
         query = {
             parameter: _format_query_value(params.get(option)) for option, parameter in self.query_parameters.items()
@@ -61,14 +61,14 @@ class Listing:
         shapes = [
             self.make_shape(client, entry)
             for entry in entries
-            if names is None or not self._names_of(entry).isdisjoint(names)
+            if names is None or not self._list_names(entry).isdisjoint(names)
         ]
         existing_shapes = [shape for shape in shapes if shape is not None]
         if client.is_planning:
-            existing_shapes = [hide_unknown(shape, client.plan_opened_at) for shape in existing_shapes]
+            existing_shapes = [hide_unknown_values(shape, client.plan_opened_at) for shape in existing_shapes]
         return {"changed": False, self.plural: existing_shapes}
 
-    def _names_of(self, entry: Mapping[str, Any]) -> set[str]:
+    def _list_names(self, entry: Mapping[str, Any]) -> set[str]:
         return {str(entry.get("name")), str(entry[self.id_field]), *(entry.get("names") or [])}
 
 

@@ -60,7 +60,7 @@ def main(resource_kind: ResourceKind) -> None:
             "this module was started without its action plugin, for example by ansible.builtin.package, so it cannot "
             "know whether the run applies a plan: use the module itself as the action of a task"
         )
-    result = run(resource_kind, module.params, check=module.check_mode)
+    result = run(resource_kind, module.params, check_mode=module.check_mode)
     if not module._diff:
         remove_diff(result)
     result["invocation"] = {"module_args": redact_options(module.params)}

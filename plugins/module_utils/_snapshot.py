@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any
 
 from ansible_collections.grove.sandbox.plugins.module_utils import _refusals
 from ansible_collections.grove.sandbox.plugins.module_utils._client import quote_segment
-from ansible_collections.grove.sandbox.plugins.module_utils._failure import Failure, explaining_removal
-from ansible_collections.grove.sandbox.plugins.module_utils._mounts import volume_paths
+from ansible_collections.grove.sandbox.plugins.module_utils._failure import Failure, removal_explained
+from ansible_collections.grove.sandbox.plugins.module_utils._mounts import list_volume_paths
 from ansible_collections.grove.sandbox.plugins.module_utils._names import find_taken_names
 from ansible_collections.grove.sandbox.plugins.module_utils._plan import (
     SNAPSHOT,
@@ -21,9 +21,9 @@ from ansible_collections.grove.sandbox.plugins.module_utils._plan import (
     Change,
     Plan,
     Planner,
-    diverged_condition,
+    failures_conditional,
+    make_diverged_condition,
     may_have_diverged,
-    refused_under,
     require_minimum,
     validate_names,
 )
@@ -36,7 +36,7 @@ from ansible_collections.grove.sandbox.plugins.module_utils._snapshot_files impo
     PRIVATE_MODE,
     SnapshotFile,
     make_private,
-    new_file,
+    new_file_opened,
     read_head,
     read_pieces,
     read_snapshot_file,
@@ -123,7 +123,7 @@ class CurrentState:
     """Whether this is the state of a plan session."""
 
 
-def desired_state(params: Mapping[str, Any]) -> DesiredState:
+def parse_desired_state(params: Mapping[str, Any]) -> DesiredState:
     names = validate_names(params["name"], "snapshot")
     sandbox_refs = params.get("sandbox") or []
     file = params.get("export_to") or params.get("import_from") or ""
@@ -143,9 +143,9 @@ def desired_state(params: Mapping[str, Any]) -> DesiredState:
         sandboxes=dict(zip(names, sandbox_refs)),
         description=params.get("description"),
         memory=params.get("memory") or "auto",
-        volumes=_requested_volumes(params.get("volumes")),
+        volumes=_parse_requested_volumes(params.get("volumes")),
         expires_in=require_minimum(params.get("expires_in"), 1, "expires_in (seconds)"),
-        retention=_retention_fields(params.get("retention")),
+        retention=_build_retention_fields(params.get("retention")),
         prewarm=require_minimum(params.get("prewarm"), 0, "prewarm"),
         when_changed=bool(params.get("when_changed")),
         when_unused=bool(params.get("when_unused")),
@@ -168,7 +168,7 @@ def _check_file_options(params: Mapping[str, Any], names: tuple[str, ...], file:
         raise Failure("memory: none is not valid with import_from: export the file without memory instead")
 
 
-def _retention_fields(option: Mapping[str, Any] | None) -> dict[str, int] | None:
+def _build_retention_fields(option: Mapping[str, Any] | None) -> dict[str, int] | None:
     """Return the retention rule as the gateway's request fields."""
     if option is None:
         return None
@@ -180,7 +180,7 @@ def _retention_fields(option: Mapping[str, Any] | None) -> dict[str, int] | None
     }
 
 
-def _requested_volumes(option: list[str] | None) -> tuple[str, ...] | None:
+def _parse_requested_volumes(option: list[str] | None) -> tuple[str, ...] | None:
     return validate_names(option, "volume") if option else None if option is None else ()
 
 
@@ -193,11 +193,11 @@ def observe(client: Client, want: DesiredState) -> CurrentState:
     if path := want.export_to or want.import_from:
         try:
             file = read_snapshot_file(path)
-            # Only gateways that can transfer snapshots have a key. This is no object on which a plan depends.
+            # Only gateways that can transfer snapshots have a key. It is not an object on which a plan depends.
             client.call("GET", "/signer")
         except Failure as failure:
             file_failure = failure
-    taken_names = find_taken_names(client, missing_names, except_kind="snapshot")
+    taken_names = find_taken_names(client, missing_names, excluded_kind="snapshot")
     refs = dict.fromkeys(want.sandboxes.values())
     refs_to_capture = {want.sandboxes[name] for name in missing_names if name in want.sandboxes}
     sandboxes = {}
@@ -252,14 +252,14 @@ def find_users(client: Client, snapshots: Iterable[Mapping[str, Any]]) -> dict[s
     return users_by_id
 
 
-def view(shape: Mapping[str, Any]) -> dict[str, Any]:
+def make_view(shape: Mapping[str, Any]) -> dict[str, Any]:
     fields = {key: shape[key] for key in ("name", "description", "source_sandbox_id", "status", "volumes")}
     fields.update({key: shape[key] for key in ("prewarm", "imported_from") if shape[key]})
     return fields
 
 
-def named_paths(want: DesiredState, have: CurrentState) -> list[str]:
-    return volume_paths(want.volumes or ())
+def list_named_paths(want: DesiredState, have: CurrentState) -> list[str]:
+    return list_volume_paths(want.volumes or ())
 
 
 def plan(want: DesiredState, have: CurrentState) -> Plan:
@@ -277,10 +277,10 @@ def _plan_snapshot(want: DesiredState, have: CurrentState, name: str) -> list[Ac
         raise have.file_failure
     if current is not None:
         _check_matches(want, have, name, current)
-        prewarm_actions = plan_prewarm(name, current, view(current), want.prewarm, SNAPSHOT)
-        return [*prewarm_actions, *_plan_export(want, have, name, view(current), current)]
+        prewarm_actions = plan_prewarm(name, current, make_view(current), want.prewarm, SNAPSHOT)
+        return [*prewarm_actions, *_plan_export(want, have, name, make_view(current), current)]
     if name in have.taken_names:
-        raise _refusals.name_taken_error(name, have.taken_names[name])
+        raise _refusals.create_name_taken_error(name, have.taken_names[name])
     if want.import_from:
         return [_plan_import(want, have, name)]
     if not want.sandboxes:
@@ -295,8 +295,8 @@ def _plan_snapshot(want: DesiredState, have: CurrentState, name: str) -> list[Ac
         if not is_expected and not (have.is_session and may_have_diverged(sandbox)):
             return []
         if find_unchanged_snapshot(want, have, {**sandbox, "diverged": False}) is not None:
-            condition = diverged_condition(sandbox)
-    with refused_under(condition, is_expected=is_expected):
+            condition = make_diverged_condition(sandbox)
+    with failures_conditional(condition, is_expected=is_expected):
         check_running_for_capture(want.sandboxes[name], sandbox)
         capture = _plan_capture(want, name, sandbox, condition, is_expected=is_expected)
         return [capture, *_plan_export(want, have, name, capture.changes[0].after or {})]
@@ -345,7 +345,7 @@ def _plan_import(want: DesiredState, have: CurrentState, name: str) -> Action:
     file = have.file
     if file is None:
         # Plan sessions contain no files, so check mode does not know what earlier tasks write.
-        with refused_under(f"only if no earlier task of the run writes {want.import_from}"):
+        with failures_conditional(f"only if no earlier task of the run writes {want.import_from}"):
             raise Failure(f"{want.import_from} does not exist: correct import_from, or copy the file to this host")
     if not file.is_complete:
         raise Failure(f"{want.import_from} is not complete: copy it again, or export the snapshot again")
@@ -378,9 +378,9 @@ def _plan_capture(
 ) -> Action:
     for volume in want.volumes or ():
         if all(each["name"] != volume for each in sandbox["volumes"]):
-            raise _refusals.volume_not_mounted_error(volume, sandbox["name"], sandbox["id"])
+            raise _refusals.create_volume_not_mounted_error(volume, sandbox["name"], sandbox["id"])
     if want.prewarm and want.memory == "none":
-        raise _refusals.prewarm_without_memory_error("snapshot", name)
+        raise _refusals.create_prewarm_without_memory_error("snapshot", name)
     body: dict[str, Any] = {"name": name, "description": want.description or "", "memory": want.memory}
     if want.volumes:
         body["volumes"] = list(want.volumes)
@@ -388,7 +388,7 @@ def _plan_capture(
         body["expiresIn"] = want.expires_in
     if want.retention is not None:
         body["retention"] = dict(want.retention)
-    after = captured_view(name, sandbox, want.description, want.volumes or ())
+    after = predict_captured_view(name, sandbox, want.description, want.volumes or ())
     if want.prewarm:
         body["prewarm"] = after["prewarm"] = want.prewarm
     request = {"sandbox": sandbox["id"], "ref": want.sandboxes[name], "body": body}
@@ -404,7 +404,7 @@ def plan_prewarm(
     if count is None or count == current["prewarm"]:
         return []
     if count and current["memory"] == "none":
-        raise _refusals.prewarm_without_memory_error(kind, name)
+        raise _refusals.create_prewarm_without_memory_error(kind, name)
     before = {**before, "prewarm": current["prewarm"]}
     request = {"path": f"/snapshots/{quote_segment(current['id'])}/prewarm", "count": count}
     return [Action("prewarm", (Change(name, before, {**before, "prewarm": count}, kind),), request)]
@@ -413,10 +413,10 @@ def plan_prewarm(
 def check_running_for_capture(ref: str, sandbox: Mapping[str, Any]) -> None:
     """Raise Failure if the sandbox is paused, because only running sandboxes can be captured."""
     if sandbox["state"] != "running":
-        raise _refusals.paused_for_capture_error(ref, sandbox["id"])
+        raise _refusals.create_paused_for_capture_error(ref, sandbox["id"])
 
 
-def captured_view(
+def predict_captured_view(
     name: str, sandbox: Mapping[str, Any], description: str | None, volumes: Iterable[str] = ()
 ) -> dict[str, Any]:
     return {
@@ -446,7 +446,7 @@ def find_unchanged_snapshot(
 def _check_matches(want: DesiredState, have: CurrentState, name: str, current: Mapping[str, Any]) -> None:
     """Raise Failure if the existing snapshot differs from the request, because snapshots cannot change."""
     if want.import_from:
-        _check_is_import(want, have, name, current)
+        _check_import_origin(want, have, name, current)
         return
     sandbox = have.sandboxes.get(want.sandboxes.get(name, ""))
     differences = []
@@ -469,7 +469,7 @@ def _check_matches(want: DesiredState, have: CurrentState, name: str, current: M
         )
 
 
-def _check_is_import(want: DesiredState, have: CurrentState, name: str, current: Mapping[str, Any]) -> None:
+def _check_import_origin(want: DesiredState, have: CurrentState, name: str, current: Mapping[str, Any]) -> None:
     """Raise Failure unless the existing snapshot was imported from the file. The snapshot can outlive the file."""
     if current["imported_from"] and have.file is None:
         return
@@ -489,35 +489,37 @@ def _check_is_import(want: DesiredState, have: CurrentState, name: str, current:
 def _plan_removal(want: DesiredState, have: CurrentState, name: str, current: Mapping[str, Any]) -> Action:
     check_unused("snapshot", name, have.users.get(current["id"]))
     request = {"path": f"/snapshots/{quote_segment(current['id'])}", "when_unused": want.when_unused}
-    return Action("remove", (Change(name, view(current), None, SNAPSHOT),), request)
+    return Action("remove", (Change(name, make_view(current), None, SNAPSHOT),), request)
 
 
 def check_unused(kind: str, name: str, users: Users | None) -> None:
     """Raise Failure if ``users`` is not None, which means that the resource is in use."""
     if users is not None:
-        raise _refusals.in_use_error(kind, name, users)
+        raise _refusals.create_in_use_error(kind, name, users)
 
 
 def apply(action: Action, client: Client) -> dict[str, Failure]:
     """Carry out one action. Raises Failure."""
     request = action.request
     if action.verb == "capture":
-        # In check mode, an earlier task may be going to create the directory.
+        # In check mode, the directory may be one that an earlier task would create.
         if "file" in request and not client.is_planning:
             require_writable_directory(request["file"])
-        with explaining_removal("sandbox", request["ref"], request["sandbox"]):
+        with removal_explained("sandbox", request["ref"], request["sandbox"]):
             client.post(f"/sandboxes/{quote_segment(request['sandbox'])}/snapshots", dict(request["body"]))
     elif action.verb == "export":
         # A plan session writes no files.
         if not client.is_planning:
-            with new_file(request["file"]) as write:
-                client.download(f"/snapshots/{quote_segment(request['name'])}/export", write)
+            with new_file_opened(request["file"]) as write_piece:
+                client.download(f"/snapshots/{quote_segment(request['name'])}/export", write_piece)
     elif action.verb == "protect":
         if not client.is_planning:
             make_private(request["file"])
     elif action.verb == "import":
-        read = read_head if client.is_planning else read_pieces
-        client.upload("/snapshots/import", lambda: read(request["file"]), name=request["name"], trust=request["trust"])
+        read_file = read_head if client.is_planning else read_pieces
+        client.upload(
+            "/snapshots/import", lambda: read_file(request["file"]), name=request["name"], trust=request["trust"]
+        )
     elif action.verb == "prewarm":
         client.post(request["path"], {"count": request["count"]})
     elif action.verb == "remove":
@@ -527,12 +529,12 @@ def apply(action: Action, client: Client) -> dict[str, Failure]:
     return {}
 
 
-def result_lists(want: DesiredState) -> dict[str, tuple[str, ...]]:
+def get_result_lists(want: DesiredState) -> dict[str, tuple[str, ...]]:
     """Return the keys of the result's lists, in order, with the names of the resources in each list."""
     return {PLURAL: want.names}
 
 
-def resources_by_name(want: DesiredState, have: CurrentState) -> Mapping[str, Mapping[str, Any]]:
+def get_resources_by_name(want: DesiredState, have: CurrentState) -> Mapping[str, Mapping[str, Any]]:
     """Return snapshots by name. A name that ``when_changed`` skipped maps to the sandbox's last snapshot."""
     result = dict(have.resources)
     for name, ref in want.sandboxes.items():

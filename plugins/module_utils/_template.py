@@ -84,7 +84,7 @@ class CurrentState:
     users: Mapping[str, Mapping[str, tuple[str, ...]]] = field(default_factory=dict)
 
 
-def desired_state(params: Mapping[str, Any]) -> DesiredState:
+def parse_desired_state(params: Mapping[str, Any]) -> DesiredState:
     recipe = {option: params[option] for option in RECIPE_FIELDS}
     recipe["from"] = recipe["from"] or ("image" if recipe["image"] else "debootstrap")
     recipe["packages"] = sorted(set(recipe["packages"]))
@@ -110,17 +110,17 @@ def observe(client: Client, want: DesiredState) -> CurrentState:
     if want.state == "absent":
         return CurrentState(resources, users={} if want.when_unused else find_users(client, resources.values()))
     missing_names = [name for name in want.names if name not in resources]
-    return CurrentState(resources, find_taken_names(client, missing_names, except_kind="template"))
+    return CurrentState(resources, find_taken_names(client, missing_names, excluded_kind="template"))
 
 
-def view(shape: Mapping[str, Any]) -> dict[str, Any]:
+def make_view(shape: Mapping[str, Any]) -> dict[str, Any]:
     outdated_field = {"outdated": True} if shape["outdated"] else {}
     prewarm_field = {"prewarm": shape["prewarm"]} if shape["prewarm"] else {}
     fields = {"name": shape["name"], "status": shape["status"], **outdated_field, **prewarm_field}
     return {**fields, "recipe": dict(shape["recipe"])}
 
 
-def named_paths(want: DesiredState, have: CurrentState) -> tuple[str, ...]:
+def list_named_paths(want: DesiredState, have: CurrentState) -> tuple[str, ...]:
     return ()
 
 
@@ -135,15 +135,15 @@ def _plan_template(want: DesiredState, have: CurrentState, name: str) -> list[Ac
     current = have.resources.get(name)
     if want.state == "absent":
         if current is not None and current["status"] == "building":
-            raise _refusals.template_not_ready_error(name)
+            raise _refusals.create_template_not_ready_error(name)
         return [] if current is None or current["status"] == "error" else [_plan_removal(want, have, name, current)]
     if current is None and name in have.taken_names:
-        raise _refusals.name_taken_error(name, have.taken_names[name])
+        raise _refusals.create_name_taken_error(name, have.taken_names[name])
     if current is not None and _is_up_to_date(want, current):
         if current["status"] == "building":
             return []
-        return plan_prewarm(name, current, view(current), want.prewarm, TEMPLATE)
-    before = None if current is None else view(current)
+        return plan_prewarm(name, current, make_view(current), want.prewarm, TEMPLATE)
+    before = None if current is None else make_view(current)
     after: dict[str, Any] = {"name": name, "recipe": dict(want.recipe)}
     if before and "outdated" in before:
         after["outdated"] = False
@@ -175,7 +175,7 @@ def _is_up_to_date(want: DesiredState, current: Mapping[str, Any]) -> bool:
 def _plan_removal(want: DesiredState, have: CurrentState, name: str, current: Mapping[str, Any]) -> Action:
     check_unused("template", name, have.users.get(current["id"]))
     request = {"path": f"/templates/{quote_segment(current['id'])}", "when_unused": want.when_unused}
-    return Action("remove", (Change(name, view(current), None, TEMPLATE),), request)
+    return Action("remove", (Change(name, make_view(current), None, TEMPLATE),), request)
 
 
 def apply(action: Action, client: Client) -> dict[str, Failure]:
@@ -225,9 +225,9 @@ def _append_log(message: str, lines: list[str]) -> str:
     return "\n".join([message, "The end of its log:", *lines]) if lines else message
 
 
-def result_lists(want: DesiredState) -> dict[str, tuple[str, ...]]:
+def get_result_lists(want: DesiredState) -> dict[str, tuple[str, ...]]:
     return {PLURAL: want.names}
 
 
-def resources_by_name(want: DesiredState, have: CurrentState) -> Mapping[str, Mapping[str, Any]]:
+def get_resources_by_name(want: DesiredState, have: CurrentState) -> Mapping[str, Mapping[str, Any]]:
     return have.resources

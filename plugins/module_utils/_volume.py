@@ -95,7 +95,7 @@ class CurrentState:
     taken_names: Mapping[str, str] = field(default_factory=dict)
 
 
-def desired_state(params: Mapping[str, Any]) -> DesiredState:
+def parse_desired_state(params: Mapping[str, Any]) -> DesiredState:
     names = validate_names(params["name"], "volume")
     attachments = _parse_attachments(params.get("attachments"))
     is_absent = params["state"] == "absent"
@@ -166,7 +166,7 @@ def observe(client: Client, want: DesiredState) -> CurrentState:
         if detail is not None:
             sandboxes[ref] = sandbox_shape(detail)
     missing_names = [name for name in want.names if name not in resources]
-    taken_names = find_taken_names(client, missing_names, except_kind="volume")
+    taken_names = find_taken_names(client, missing_names, excluded_kind="volume")
     return CurrentState(resources, snapshot_refs, sandboxes, _find_source(client, want), taken_names)
 
 
@@ -181,12 +181,12 @@ def _find_source(client: Client, want: DesiredState) -> Mapping[str, Any] | None
     return next((each for each in entries if snapshot in (each["name"], each["snapshotID"])), None)
 
 
-def view(shape: Mapping[str, Any]) -> dict[str, Any]:
+def make_view(shape: Mapping[str, Any]) -> dict[str, Any]:
     """Return the properties of a volume that a task can declare."""
     return {key: shape[key] for key in ("name", "size_mb", "attachments", "snapshots", "from_snapshot")}
 
 
-def named_paths(want: DesiredState, have: CurrentState) -> tuple[str, ...]:
+def list_named_paths(want: DesiredState, have: CurrentState) -> tuple[str, ...]:
     return ()
 
 
@@ -205,7 +205,7 @@ def _plan_volume(want: DesiredState, have: CurrentState, name: str) -> list[Acti
     if current is None:
         volume_plan.plan_creation()
     else:
-        volume_plan.before = view(current)
+        volume_plan.before = make_view(current)
         _check_matches(want, have, name, current)
     volume_plan.plan_detach()
     volume_plan.plan_capture()
@@ -244,7 +244,7 @@ class _VolumePlan:
     def plan_creation(self) -> None:
         want, source = self.want, self.have.source
         if self.name in self.have.taken_names:
-            raise _refusals.name_taken_error(self.name, self.have.taken_names[self.name])
+            raise _refusals.create_name_taken_error(self.name, self.have.taken_names[self.name])
         if want.source is not None and source is None:
             raise Failure(
                 f"snapshot {want.source[1]!r} of volume {want.source[0]!r} not found: use an existing snapshot",
@@ -253,7 +253,7 @@ class _VolumePlan:
         minimum_mb = source["sizeMB"] if source is not None else MIN_SIZE_MB
         size_mb = want.size_mb or (source["sizeMB"] if source is not None else DEFAULT_SIZE_MB)
         if size_mb < minimum_mb:
-            raise _refusals.volume_too_small_error(self.name, size_mb, minimum_mb)
+            raise _refusals.create_volume_too_small_error(self.name, size_mb, minimum_mb)
         body: dict[str, Any] = {"name": self.name, "sizeMB": size_mb}
         if source is not None:
             body["fromSnapshot"] = source["snapshotID"]
@@ -321,7 +321,7 @@ class _VolumePlan:
             )
         writers = [each for each in self._current_view["attachments"] if not each["read_only"]]
         if writers and not self.want.force:
-            raise _refusals.volume_has_writers_error(self.name, writers)
+            raise _refusals.create_volume_has_writers_error(self.name, writers)
         self._add_step("rollback", {"snapshot": target, "force": self.want.force}, content_of=target)
 
     def plan_grow(self) -> None:
@@ -329,7 +329,7 @@ class _VolumePlan:
         if size_mb is None or size_mb == self._current_view["size_mb"]:
             return
         if size_mb < self._current_view["size_mb"]:
-            raise _refusals.volume_cannot_shrink_error(self.name, self._current_view["size_mb"], size_mb)
+            raise _refusals.create_volume_cannot_shrink_error(self.name, self._current_view["size_mb"], size_mb)
         self._add_step("grow", {"size_mb": size_mb}, size_mb=size_mb)
 
     def plan_attach(self) -> None:
@@ -381,7 +381,7 @@ def _plan_removal(want: DesiredState, name: str, current: Mapping[str, Any]) -> 
 
     Raises Failure if something prevents the removal. Its message lists all reasons.
     """
-    before = view(current)
+    before = make_view(current)
     should_detach = want.attachments is not None
     reasons = []
     if current["attachments"] and not should_detach:
@@ -440,10 +440,10 @@ def apply(action: Action, client: Client) -> dict[str, Failure]:
     return {}
 
 
-def result_lists(want: DesiredState) -> dict[str, tuple[str, ...]]:
+def get_result_lists(want: DesiredState) -> dict[str, tuple[str, ...]]:
     """Return the keys of the result's lists, in order, with the names of the resources in each list."""
     return {PLURAL: want.names}
 
 
-def resources_by_name(want: DesiredState, have: CurrentState) -> Mapping[str, Mapping[str, Any]]:
+def get_resources_by_name(want: DesiredState, have: CurrentState) -> Mapping[str, Mapping[str, Any]]:
     return have.resources

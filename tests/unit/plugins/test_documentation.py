@@ -11,7 +11,7 @@ import yaml
 from ansible_collections.grove.sandbox.plugins.module_utils._client import PLANNED_ID_PREFIX
 from ansible_collections.grove.sandbox.plugins.module_utils._info import Listing
 from ansible_collections.grove.sandbox.plugins.module_utils._module import argument_spec
-from ansible_collections.grove.sandbox.plugins.module_utils._run import CONDITIONS
+from ansible_collections.grove.sandbox.plugins.module_utils._run import CONDITIONAL_OPTIONS
 
 from tests.collection.predictions import RESOURCE_KINDS
 from tests.support.session import REPOSITORY
@@ -105,7 +105,7 @@ def test_the_check_mode_attribute_names_each_exception(module: Path) -> None:
     attribute = load_documentation(module).get("attributes", {}).get("check_mode", {"support": "full"})
     details = " ".join(attribute.get("details", ()))
     resource_kind = RESOURCE_KINDS[module.stem]
-    conditions = [option for option in CONDITIONS if option in resource_kind.ARGUMENTS]
+    conditions = [option for option in CONDITIONAL_OPTIONS if option in resource_kind.ARGUMENTS]
     has_unpredicted_failures = list_unpredicted_failures()[module.stem] > 0
     assert all(f"O({option}=true)" in details for option in conditions)
     assert ("are not predicted" in details) is has_unpredicted_failures

@@ -41,7 +41,7 @@ def plan_export(path: Path, *, memory: str = "full") -> tuple[Action, ...]:
         "memory": memory,
     }
     options = {name: option.get("default") for name, option in _snapshot.ARGUMENTS.items()}
-    desired = _snapshot.desired_state({**options, "name": ["golden"], "export_to": str(path)})
+    desired = _snapshot.parse_desired_state({**options, "name": ["golden"], "export_to": str(path)})
     current = _snapshot.CurrentState({"golden": snapshot}, file=read_snapshot_file(str(path)))
     plan = _snapshot.plan(desired, current)
     assert not plan.failures

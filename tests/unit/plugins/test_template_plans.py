@@ -11,7 +11,7 @@ from ansible_collections.grove.sandbox.plugins.module_utils._shapes import RECIP
 
 
 def plan(template: dict[str, Any], **options: Any) -> Plan:
-    desired_state = _template.desired_state(make_parameters(**options))
+    desired_state = _template.parse_desired_state(make_parameters(**options))
     return _template.plan(desired_state, _template.CurrentState({"web": template_shape(template)}))
 
 
@@ -21,7 +21,7 @@ def make_parameters(**options: Any) -> dict[str, Any]:
 
 def make_template(**fields: Any) -> dict[str, Any]:
     """Return the gateway's description of a template with the default recipe. ``fields``: additional fields."""
-    options = _template.desired_state(make_parameters()).recipe
+    options = _template.parse_desired_state(make_parameters()).recipe
     recipe = {field: options[option] for option, field in RECIPE_FIELDS.items()}
     return {"templateID": "0" * 12, "names": ["web"], "buildStatus": "ready", "recipe": recipe, **fields}
 

@@ -82,7 +82,7 @@ def _output_opened(file: str) -> Iterator[Callable[[bytes], object]]:
         raise Failure(f"{file} already exists", ExitCode.USAGE, "choose another file, or remove it first")
     partial_path = final_path.with_name(f".{final_path.name}.partial")
     with _errors_explained("write", file):
-        descriptor = _open_partial(partial_path)
+        descriptor = _open_partial_file(partial_path)
 
     def write(piece: bytes) -> None:
         with _errors_explained("write", file):
@@ -105,7 +105,7 @@ def _output_opened(file: str) -> Iterator[Callable[[bytes], object]]:
         _sync_directory(final_path.parent)
 
 
-def _open_partial(path: Path) -> int:
+def _open_partial_file(path: Path) -> int:
     """Create a file, or empty the one that a killed export left behind, and lock it. Raises Failure and OSError."""
     while True:
         try:

@@ -97,7 +97,7 @@ class BuildFiles:
         """Raise Conflict unless all archives that these commands copy exist."""
         for digest in filter(None, map(find_archive, commands)):
             if not (self._directory / digest).exists():
-                raise _missing_error(digest)
+                raise _create_missing_error(digest)
 
     @contextlib.contextmanager
     def opened(self, digest: str) -> Iterator[StoredArchive]:
@@ -105,7 +105,7 @@ class BuildFiles:
         try:
             file = (self._directory / digest).open("rb")
         except FileNotFoundError:
-            raise _missing_error(digest) from None
+            raise _create_missing_error(digest) from None
         with file:
             yield StoredArchive(os.fstat(file.fileno()).st_size, file)
 
@@ -113,7 +113,7 @@ class BuildFiles:
         """Store an archive, in place of one with the same digest. ``announced_size``: None if it is unknown."""
         size = self._max_bytes if announced_size is None else announced_size
         if size > self._max_bytes:
-            raise self._too_large_error()
+            raise self._create_too_large_error()
         with self._transfers.slot_held():
             async with self._room.reserved_for_import(size, 0, what="the upload") as pending_upload:
                 self._uploading_bytes += size
@@ -125,13 +125,13 @@ class BuildFiles:
                         async for batch in join_into_batches(pieces):
                             received_bytes += len(batch)
                             if received_bytes > self._max_bytes:
-                                raise self._too_large_error()
+                                raise self._create_too_large_error()
                             await finish_despite_cancellation(asyncio.to_thread(file.write, batch))
                             pending_upload.count_written(len(batch), memory=False)
                         await finish_despite_cancellation(asyncio.to_thread(_flush, file))
                     path.rename(self._directory / digest)
                 except OSError as error:
-                    raise _storage_error(error) from None
+                    raise _create_storage_error(error) from None
                 finally:
                     self._uploading_bytes -= size
                     path.unlink(missing_ok=True)
@@ -157,7 +157,7 @@ class BuildFiles:
                 "raise that limit"
             )
 
-    def _too_large_error(self) -> OverQuota:
+    def _create_too_large_error(self) -> OverQuota:
         return OverQuota(
             f"the archive is larger than {self._limit_mb} MiB (limits.upload_mb): list files that the template "
             "does not need in .dockerignore, or raise that limit"
@@ -169,14 +169,14 @@ def _flush(file: BinaryIO) -> None:
     os.fsync(file.fileno())
 
 
-def _missing_error(digest: str) -> Conflict:
+def _create_missing_error(digest: str) -> Conflict:
     return Conflict(
         f"the files of a COPY step (digest {digest}) are not stored in this gateway, which removes them when no build "
         "has used them for a day: build the template again with the client, which uploads them"
     )
 
 
-def _storage_error(error: OSError) -> BackendFailed | NoSpace:
+def _create_storage_error(error: OSError) -> BackendFailed | NoSpace:
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
         return NoSpace("no space left for the archive: remove snapshots or sandboxes, or enlarge the file system")
     return BackendFailed(f"the archive cannot be stored: {error.strerror}. Look at the gateway's log")
