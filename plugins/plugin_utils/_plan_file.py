@@ -195,8 +195,8 @@ def _read_file(path: str) -> tuple[_Version, bytes]:
         ) from None
     except (OSError, ValueError) as error:
         raise Failure(
-            f"the plan {path!r} cannot be read: {_describe_error(error)}. Name the file that the check run saved, and run "
-            "as a user who can read it"
+            f"the plan {path!r} cannot be read: {_describe_error(error)}. Name the file that the check run saved, and "
+            "run as a user who can read it"
         ) from None
     if len(data) > _MAX_FILE_BYTES:
         raise Failure(

@@ -65,7 +65,7 @@ def capture_source(runner: EngineRunner, name: str) -> Snapshot:
 
 
 def get_image_path(runner: EngineRunner, snapshot: Snapshot) -> Path:
-    return Path(runner.engine.snapshots.files_of(snapshot.id)["memory"])
+    return Path(runner.engine.snapshots.get_file_paths(snapshot.id)["memory"])
 
 
 def list_image_names(root: Path) -> list[str]:
@@ -111,7 +111,7 @@ def test_machines_can_start_from_memory_in_every_way_with_a_root(runner: EngineR
     wait_until(lambda: runner.engine.prewarm.get_total_level().ready == 1, 60)
     runner.do(runner.engine.forks.create("later", ForkSpec(names=["claimed"])))
     assert read_digest(runner, "claimed") == digest
-    assert runner.engine.machines.starts["prewarmed"] == 1
+    assert runner.engine.machines.start_counts["prewarmed"] == 1
     runner.do(runner.engine.snapshots.create("claimed", name="of-claimed"))
     fork = runner.do(runner.engine.forks.create("of-claimed", ForkSpec()))
     assert read_digest(runner, fork.id) == digest

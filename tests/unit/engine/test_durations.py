@@ -48,14 +48,14 @@ _NOT_OPERATIONS = {
     "MachineLifecycle.fork",
     "MachineLifecycle.mark_stopped",
     "MachineLifecycle.stop_paused",
-    "RoomMonitor.require_for_capture",
-    "RoomMonitor.require_for_machines",
+    "RoomMonitor.require_room_for_capture",
+    "RoomMonitor.require_room_for_machines",
     # background work
     "BuildFiles.watch",
     "Loads.get_history",
     "Loads.watch",
     "PrewarmPool.discard_all",
-    "PrewarmPool.keep_ready",
+    "PrewarmPool.keep_forks_ready",
     "RoomMonitor.watch",
 }
 

@@ -57,13 +57,13 @@ def count_ready(engine: Engine, ref: str = "s") -> int:
     return engine.prewarm.get_level(engine.snapshots.get(ref)).ready
 
 
-async def keep_ready(engine: Engine, count: int, ref: str = "s") -> None:
+async def keep_forks_ready(engine: Engine, count: int, ref: str = "s") -> None:
     await engine.prewarm.set_target(ref, count)
     await wait_until(lambda: count_ready(engine, ref) == count)
 
 
 async def test_a_fork_claims_a_prewarmed_machine_and_another_is_started(engine: Engine, host: _Host) -> None:
-    await keep_ready(engine, 1)
+    await keep_forks_ready(engine, 1)
     fork_count_before = host.fork_count
     sandbox = await create(engine, "b", "s")
     assert host.claim_count == 1
@@ -74,7 +74,7 @@ async def test_a_fork_claims_a_prewarmed_machine_and_another_is_started(engine: 
 
 
 async def test_forks_are_started_cold_if_too_few_are_ready(engine: Engine, host: _Host) -> None:
-    await keep_ready(engine, 2)
+    await keep_forks_ready(engine, 2)
     sandboxes = await engine.forks.fork("s", ForkSpec(count=3))
     assert len({each.instance for each in sandboxes if isinstance(each, Sandbox)}) == 3
     assert host.claim_count >= 2
@@ -82,7 +82,7 @@ async def test_forks_are_started_cold_if_too_few_are_ready(engine: Engine, host:
 
 async def test_forks_that_differ_from_the_snapshot_are_started_cold(engine: Engine, host: _Host) -> None:
     await engine.volumes.create("v", 64)
-    await keep_ready(engine, 1)
+    await keep_forks_ready(engine, 1)
     await create(engine, "mounting", "s", mounts=[MountSpec("v", "/data")])
     await create(engine, "booting", "s", cold_start=True)
     await create(engine, "paused", "s", paused=True)
@@ -90,13 +90,13 @@ async def test_forks_that_differ_from_the_snapshot_are_started_cold(engine: Engi
 
 
 async def test_a_claim_gets_the_network_policy_of_its_sandbox(engine: Engine, host: _Host) -> None:
-    await keep_ready(engine, 1)
+    await keep_forks_ready(engine, 1)
     await create(engine, "b", "s", network=NetworkPolicy(allow_internet=False))
     assert host.sandboxes_with_policy == ["b"]
 
 
 async def test_a_rollback_and_a_resume_claim_prewarmed_machines(engine: Engine, host: _Host) -> None:
-    await keep_ready(engine, 1)
+    await keep_forks_ready(engine, 1)
     sandbox_before = engine.sandboxes.get("a")
     sandbox_after = await engine.sandboxes.rollback("a", "s")
     assert host.claim_count == 1 and sandbox_after.id == sandbox_before.id
@@ -105,10 +105,10 @@ async def test_a_rollback_and_a_resume_claim_prewarmed_machines(engine: Engine, 
 
 
 async def test_a_fork_of_a_template_runs_and_a_fork_of_a_snapshot_is_held(engine: Engine, host: _Host) -> None:
-    await keep_ready(engine, 1, "t")
+    await keep_forks_ready(engine, 1, "t")
     instance = engine.prewarm._ready_forks[engine.snapshots.get("t").id][0].instance
     assert host.machines[instance].identity, "a fork of a template has been identified"
-    await keep_ready(engine, 1)
+    await keep_forks_ready(engine, 1)
     instance = engine.prewarm._ready_forks[engine.snapshots.get("s").id][0].instance
     assert not host.machines[instance].identity, "a fork of a snapshot is untouched"
 
@@ -120,7 +120,7 @@ async def test_a_failed_claim_falls_back_to_a_cold_fork(engine: Engine, host: _H
         def __contains__(self, name: object) -> bool:
             return super().__contains__(name) and not self.discard(str(name))
 
-    await keep_ready(engine, 1)
+    await keep_forks_ready(engine, 1)
     host.failing_names = _SingleUseNames({"b"})
     sandbox = await create(engine, "b", "s")
     assert host.claim_count == 1 and host.machines[sandbox.instance].identity["sandboxID"] == sandbox.id
@@ -129,7 +129,7 @@ async def test_a_failed_claim_falls_back_to_a_cold_fork(engine: Engine, host: _H
 
 
 async def test_a_claim_that_cannot_be_committed_leaves_no_machine(engine: Engine, host: _Host) -> None:
-    await keep_ready(engine, 1)
+    await keep_forks_ready(engine, 1)
     host.is_full = True
     with pytest.raises(NoSpace):
         await create(engine, "b", "s")
@@ -139,7 +139,7 @@ async def test_a_claim_that_cannot_be_committed_leaves_no_machine(engine: Engine
 
 
 async def test_a_stopped_machine_is_replaced_instead_of_claimed(engine: Engine, host: _Host) -> None:
-    await keep_ready(engine, 1)
+    await keep_forks_ready(engine, 1)
     fork = engine.prewarm._ready_forks[engine.snapshots.get("s").id][0]
     await host.machines.pop(fork.instance).stop()
     sandbox = await create(engine, "b", "s")
@@ -159,13 +159,13 @@ async def _set_target_to_zero(engine: Engine) -> None:
 async def test_surplus_forks_are_discarded(
     engine: Engine, host: _Host, reduce: Callable[[Engine], Awaitable[None]]
 ) -> None:
-    await keep_ready(engine, 2)
+    await keep_forks_ready(engine, 2)
     await reduce(engine)
     await wait_until(lambda: len(host.machines) == 1)
 
 
 async def test_forks_are_discarded_while_the_host_is_short_of_memory(engine: Engine, host: _Host) -> None:
-    await keep_ready(engine, 2)
+    await keep_forks_ready(engine, 2)
     reserve_mb = engine.config.prewarm.free_memory_mb
     host.available_room = replace(host.available_room, memory_free=(reserve_mb - 1) << 20)
     await wait_until(lambda: count_ready(engine) == 0 and len(host.machines) == 1)
@@ -175,7 +175,7 @@ async def test_forks_are_discarded_while_the_host_is_short_of_memory(engine: Eng
 
 async def test_requests_take_precedence_over_prewarming(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("os.cpu_count", lambda: 1)
-    with engine.prewarm.starting_for_request():
+    with engine.prewarm.request_start_counted():
         await engine.prewarm.set_target("s", 1)
         await asyncio.sleep(0.05)
         assert count_ready(engine) == 0
@@ -226,7 +226,7 @@ async def test_a_host_that_cannot_hold_machines_refuses_to_prewarm(tmp_path: Pat
 
 async def test_no_fork_is_started_during_a_claim(engine: Engine, host: _Host, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("sandbox_gateway.engine.prewarm._DELAY_AFTER_CLAIM_SECONDS", 0.5)
-    await keep_ready(engine, 1)
+    await keep_forks_ready(engine, 1)
     fork_count_before = host.fork_count
     await create(engine, "b", "s")
     await asyncio.sleep(0.2)
@@ -268,5 +268,5 @@ async def test_nothing_is_measured_while_nothing_is_prewarmed(
     engine.prewarm._change_event.set()
     await wait_until(lambda: not engine.prewarm._change_event.is_set())
     assert measurement_count == 0
-    await keep_ready(engine, 1)
+    await keep_forks_ready(engine, 1)
     assert measurement_count > 0

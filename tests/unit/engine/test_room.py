@@ -214,7 +214,7 @@ async def test_the_report_adds_up_the_sizes_of_disks_volumes_and_memory(engine: 
     report = await engine.room.report()
     disk_mb = engine.sandboxes.get("a").resources.disk_mb
     assert (report.disk_promised, report.memory_promised) == ((2 * disk_mb + 64) * MIB, 256 * MIB)
-    assert (report.room, report.stalled) == (host.available_room, [])
+    assert (report.room, report.stalled_ids) == (host.available_room, [])
 
 
 async def test_a_stalled_machine_is_reported_and_resumed_when_there_is_space(engine: Engine, host: _Host) -> None:
@@ -351,7 +351,7 @@ async def test_an_import_reserves_only_what_it_has_not_written(
 
     set_free(15000)
     async with reserve(10000) as pending_import:
-        pending_import.count_written(6000 * MIB, memory=True)
+        pending_import.count_written_bytes(6000 * MIB, memory=True)
         set_free(9000)
         with pytest.raises(NoSpace, match="9000 MiB free, of which running imports need 4000 MiB"):
             async with reserve(4001):

@@ -107,7 +107,7 @@ class Metrics:
         if room.memory_disk is not None:
             self._free_gauge.labels("memory_root").set(room.memory_disk.free)
             self._total_gauge.labels("memory_root").set(room.memory_disk.total)
-        self._stalled_gauge.set(len(report.stalled))
+        self._stalled_gauge.set(len(report.stalled_ids))
 
     def record_connection_end(self, reason: str) -> None:
         self._connection_end_counter.labels(reason).inc()
@@ -162,21 +162,21 @@ class _Inventory(Collector):
             "Machines that were started, by method: from a prewarmed fork, from memory, or by a boot.",
             labels=["how"],
         )
-        for how in ("prewarmed", "memory", "boot"):
-            start_counter.add_metric([how], self._engine.machines.starts[how])
+        for method in ("prewarmed", "memory", "boot"):
+            start_counter.add_metric([method], self._engine.machines.start_counts[method])
         yield start_counter
         if (commands := self._engine.host.storage_commands()) is not None:
             yield CounterMetricFamily(
                 "sandbox_gateway_zfs_timeouts",
-                "Commands of ZFS that were killed because they did not finish in time.",
+                "ZFS commands that were killed because they did not finish in time.",
                 commands.timeouts,
             )
             yield GaugeMetricFamily(
                 "sandbox_gateway_zfs_slow_commands",
-                "Commands of ZFS that hang, or have been running for an unusually long time.",
+                "ZFS commands that hang, or have been running for an unusually long time.",
                 len(commands.slow),
             )
-        usage_sums = sum_samples(self._engine.loads.list_current())
+        usage_sums = sum_samples(self._engine.loads.list_current_samples())
         yield GaugeMetricFamily("sandbox_gateway_used_cpus", "CPUs that running sandboxes use.", usage_sums["cpus"])
         for resource in ("memory", "disk"):
             yield GaugeMetricFamily(

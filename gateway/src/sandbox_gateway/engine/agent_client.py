@@ -232,7 +232,7 @@ class AgentClient:
             ) from None
 
     async def set_mounts(self, mounts: Sequence[GuestMount], *, seconds: float) -> None:
-        """Make the agent mount exactly ``mounts``, in this order. If a mount fails, the new ones are undone."""
+        """Make the agent mount exactly ``mounts``, in this order. If a mount fails, undo the new ones."""
         entries = [
             {
                 "path": each.path,
@@ -346,9 +346,9 @@ class AgentClient:
             await stream.aclose()
 
     async def upload(self, path: str, size: int, pieces: AsyncIterator[bytes], *, seconds: float) -> None:
-        """Write ``size`` bytes to a file of root in the sandbox, as they arrive.
+        """Write ``size`` bytes to a file in the sandbox, as root and as they arrive.
 
-        Raises Timeout, Invalid if the agent refuses the file as invalid, and BackendFailed.
+        Raises Timeout, BackendFailed, or Invalid if the agent refuses the file as invalid.
         """
         target = f"/files?{urlencode({'path': path, 'username': 'root'})}"
         connection = h11.Connection(h11.CLIENT)

@@ -25,10 +25,10 @@ from sandbox_gateway.log import Logger
 from sandbox_gateway.tasks import finish_despite_cancellation
 
 _MAX_STORED_ARCHIVES = 4
-"""The maximum size of all archives, in archives of the maximum size."""
-_UNUSED_SECONDS = 86400
-_KEPT_SECONDS = 3600
-"""An archive that was used within this time does not make room for another one: its build may be about to start."""
+"""The maximum total size of all archives, as a multiple of the maximum size of one."""
+_MAX_UNUSED_SECONDS = 86400
+_MIN_KEEP_SECONDS = 3600
+"""An archive that was used within this time is not removed to make room for others: its build may be about to start."""
 _SWEEP_INTERVAL_SECONDS = 3600
 _PIECE_BYTES = 1 << 20
 _PARTIAL_PREFIX = ".partial-"
@@ -61,7 +61,7 @@ class BuildFiles:
         """The sizes that running uploads have announced."""
 
     def open(self) -> None:
-        """Remove what interrupted uploads have left."""
+        """Remove the partial files of interrupted uploads."""
         self._directory.mkdir(mode=0o700, exist_ok=True)
         for path in self._directory.glob(f"{_PARTIAL_PREFIX}*"):
             path.unlink()
@@ -70,30 +70,30 @@ class BuildFiles:
         """Remove archives that no build has used for a day. Never returns."""
         while True:
             try:
-                await asyncio.to_thread(self._remove_unused)
+                await asyncio.to_thread(self._remove_unused_archives)
             except OSError as error:
                 log.error("unused archives not removed", reason=str(error))
             await asyncio.sleep(_SWEEP_INTERVAL_SECONDS)
 
-    def _remove_unused(self) -> None:
-        for path, status in self._list():
-            if time.time() - status.st_mtime > _UNUSED_SECONDS:
+    def _remove_unused_archives(self) -> None:
+        for path, status in self._list_archives():
+            if time.time() - status.st_mtime > _MAX_UNUSED_SECONDS:
                 path.unlink(missing_ok=True)
 
-    def _list(self) -> list[tuple[Path, os.stat_result]]:
+    def _list_archives(self) -> list[tuple[Path, os.stat_result]]:
         """Return the complete archives, least recently used first."""
         paths = [path for path in self._directory.iterdir() if not path.name.startswith(_PARTIAL_PREFIX)]
         return sorted(((path, path.stat()) for path in paths), key=lambda entry: entry[1].st_mtime)
 
-    def keep(self, digest: str) -> bool:
-        """Return whether the archive exists. If it does, it counts as used now."""
+    def mark_used(self, digest: str) -> bool:
+        """Return whether the archive exists. If it does, mark it as used now."""
         try:
             os.utime(self._directory / digest)
         except FileNotFoundError:
             return False
         return True
 
-    def require_for(self, commands: Iterable[str]) -> None:
+    def require_archives(self, commands: Iterable[str]) -> None:
         """Raise Conflict unless all archives that these commands copy exist."""
         for digest in filter(None, map(find_archive, commands)):
             if not (self._directory / digest).exists():
@@ -110,12 +110,12 @@ class BuildFiles:
             yield StoredArchive(os.fstat(file.fileno()).st_size, file)
 
     async def store(self, digest: str, pieces: AsyncIterator[bytes], announced_size: int | None) -> None:
-        """Store an archive, in place of one with the same digest. ``announced_size``: None if it is unknown."""
+        """Store an archive, replacing one with the same digest. ``announced_size``: None if it is unknown."""
         size = self._max_bytes if announced_size is None else announced_size
         if size > self._max_bytes:
             raise self._create_too_large_error()
         with self._transfers.slot_held():
-            async with self._room.reserved_for_import(size, 0, what="the upload") as pending_upload:
+            async with self._room.reserved_for_import(size, 0, subject="the upload") as pending_upload:
                 self._uploading_bytes += size
                 path = self._directory / f"{_PARTIAL_PREFIX}{secrets.token_hex(8)}"
                 try:
@@ -127,7 +127,7 @@ class BuildFiles:
                             if received_bytes > self._max_bytes:
                                 raise self._create_too_large_error()
                             await finish_despite_cancellation(asyncio.to_thread(file.write, batch))
-                            pending_upload.count_written(len(batch), memory=False)
+                            pending_upload.count_written_bytes(len(batch), memory=False)
                         await finish_despite_cancellation(asyncio.to_thread(_flush, file))
                     path.rename(self._directory / digest)
                 except OSError as error:
@@ -139,20 +139,20 @@ class BuildFiles:
 
     def _make_room(self) -> None:
         """Remove the least recently used archives until the running uploads fit. Raises OverQuota."""
-        archives = self._list()
+        archives = self._list_archives()
         excess = (
             sum(status.st_size for _, status in archives)
             + self._uploading_bytes
             - _MAX_STORED_ARCHIVES * self._max_bytes
         )
         for path, status in archives:
-            if excess <= 0 or time.time() - status.st_mtime < _KEPT_SECONDS:
+            if excess <= 0 or time.time() - status.st_mtime < _MIN_KEEP_SECONDS:
                 break
             path.unlink(missing_ok=True)
             excess -= status.st_size
         if excess > 0:
             raise OverQuota(
-                f"the archives that builds have used within the last hour would have more than "
+                f"the archives that builds have used within the last hour would take up more than "
                 f"{_MAX_STORED_ARCHIVES * self._limit_mb} MiB, four times limits.upload_mb: try again later, or "
                 "raise that limit"
             )
@@ -171,7 +171,7 @@ def _flush(file: BinaryIO) -> None:
 
 def _create_missing_error(digest: str) -> Conflict:
     return Conflict(
-        f"the files of a COPY step (digest {digest}) are not stored in this gateway, which removes them when no build "
+        f"the files of a COPY step (digest {digest}) are not stored on this gateway, which removes them when no build "
         "has used them for a day: build the template again with the client, which uploads them"
     )
 

@@ -103,8 +103,8 @@ class Captures:
         Does not change the sandbox's record, which need not be saved yet.
         """
         memory = memory and self._host.abilities.memory
-        await self._room.require_for_capture(sandbox, memory=memory, fork_count=fork_count)
-        async with self._locking.volumes_locked(self._require_mounted(sandbox, volumes)) as locked_volumes:
+        await self._room.require_room_for_capture(sandbox, memory=memory, fork_count=fork_count)
+        async with self._locking.volumes_locked(self._require_mounted_volumes(sandbox, volumes)) as locked_volumes:
             volume_snapshots = _create_volume_snapshot_records(snapshot, locked_volumes)
             async with self._flushed(sandbox, freeze=not memory and not self._host.abilities.atomic_capture):
                 snapshot = await self._host.capture(sandbox, snapshot, memory=memory, volumes=volume_snapshots)
@@ -114,7 +114,7 @@ class Captures:
         self._index.put(snapshot)
         return snapshot
 
-    def _require_mounted(self, sandbox: Sandbox, refs: Iterable[str]) -> list[str]:
+    def _require_mounted_volumes(self, sandbox: Sandbox, refs: Iterable[str]) -> list[str]:
         """Return the ids of the volumes in ``refs``. Raises Invalid if ``sandbox`` does not mount one of them."""
         volumes = [self._index.get_volume(ref) for ref in refs]
         for volume in volumes:

@@ -64,7 +64,7 @@ class Durations:
         try:
             yield measurement
         except BaseException as error:
-            measurement.outcome = _outcome_of(error)
+            measurement.outcome = _determine_outcome(error)
             raise
         finally:
             _current_measurement.reset(token)
@@ -74,7 +74,7 @@ class Durations:
             self.listener(measurement)
 
 
-def _outcome_of(error: BaseException) -> str:
+def _determine_outcome(error: BaseException) -> str:
     if isinstance(error, asyncio.CancelledError):
         return "cancelled"
     is_refusal = isinstance(error, GatewayError) and (error.status < 500 or isinstance(error, NoSpace))
@@ -105,7 +105,7 @@ def measured(
                 result = await method(self, *args, **kwargs)
                 errors = [each for each in result if isinstance(each, GatewayError)] if isinstance(result, list) else []
                 if errors:
-                    measurement.outcome = _outcome_of(errors[0])
+                    measurement.outcome = _determine_outcome(errors[0])
                 return result
 
         return wrapper

@@ -76,7 +76,7 @@ class Forks:
                 return existing_sandboxes
             self._index.get_snapshot(ref)  # A missing snapshot is reported first.
             self._host.check_network(spec.network)
-            await self._room.require_for_machines(len(list_requested_names(spec)))
+            await self._room.require_room_for_machines(len(list_requested_names(spec)))
             return await self._fork(self._index.get_snapshot(ref), spec)
 
     @measured("sandbox.clone")
@@ -121,7 +121,7 @@ class Forks:
                 return await self._fork(snapshot, spec)
             except BaseException:
                 # If the request was cancelled after the commit, the forks exist and still need the capture.
-                if not self._references.users_of(snapshot).sandboxes:
+                if not self._references.find_users(snapshot).sandboxes:
                     await self._restore_head(sandbox, snapshot)
                 raise
 
@@ -173,7 +173,7 @@ class Forks:
         semaphore = asyncio.Semaphore(spec.concurrency or self._context.config.limits.concurrency)
         completed_count = 0
 
-        async def start_one(sandbox: Sandbox) -> Sandbox:
+        async def start_sandbox(sandbox: Sandbox) -> Sandbox:
             nonlocal completed_count
             async with semaphore:
                 if sandbox.id in clones:
@@ -183,7 +183,7 @@ class Forks:
             self._report_progress(spec, completed_count, len(sandboxes), sandbox.id)
             return sandbox
 
-        tasks = [asyncio.create_task(start_one(sandbox)) for sandbox in sandboxes]
+        tasks = [asyncio.create_task(start_sandbox(sandbox)) for sandbox in sandboxes]
         try:
             await asyncio.wait(tasks, return_when=asyncio.FIRST_EXCEPTION if spec.atomic else asyncio.ALL_COMPLETED)
         except asyncio.CancelledError:

@@ -33,7 +33,7 @@ class Sample:
     """The resource use of a sandbox at one moment. None: the host cannot measure this resource.
 
     ``at``: in seconds since 1970; ``cpu_percent``: the average since the previous sample (or since the start of the
-    machine), in percent of all CPUs of the sandbox.
+    machine), as a percentage of all CPUs of the sandbox.
     """
 
     at: float
@@ -112,7 +112,7 @@ class Loads:
         earliest_time = max(start, time.time() - HISTORY_SECONDS)
         return [sample for sample in history.iterate_samples() if earliest_time <= sample.at <= end] if history else []
 
-    def list_current(self) -> Iterator[tuple[Sandbox, Sample]]:
+    def list_current_samples(self) -> Iterator[tuple[Sandbox, Sample]]:
         """Yield the running sandboxes that were measured recently, with their newest samples."""
         earliest_time = time.time() - _MAX_AGE_SECONDS
         for sandbox in self._index.list_running_sandboxes():
@@ -136,7 +136,7 @@ class Loads:
         at, measured_at = time.time(), time.monotonic()
         for sandbox in sandboxes:
             load = loads.get(sandbox.instance)
-            # The sandbox may have been removed or rolled back meanwhile.
+            # The sandbox may have been removed or rolled back in the meantime.
             current_sandbox = self._index.sandboxes.get(sandbox.id)
             if load is not None and current_sandbox is not None and current_sandbox.instance == sandbox.instance:
                 history = self._histories.setdefault(sandbox.id, _History())

@@ -37,7 +37,7 @@ class MachineLifecycle:
         self._agents = agents
         self._prewarm = prewarm
         self._start_slots = StartSlots(context.config.limits.starts or os.cpu_count() or 1, _MAX_SLOT_SECONDS)
-        self.starts: Counter[str] = Counter()
+        self.start_counts: Counter[str] = Counter()
         """Number of started machines, by method: "prewarmed", "memory" or "boot"."""
 
     async def fork(self, snapshot: Snapshot, sandbox: Sandbox, *, with_memory: bool) -> None:
@@ -50,7 +50,7 @@ class MachineLifecycle:
         note_memory_mode(snapshot.memory if with_memory else MemoryMode.NONE)
         if with_memory and await self._claim(snapshot, sandbox):
             return
-        with self._prewarm.starting_for_request():
+        with self._prewarm.request_start_counted():
             async with self._start_slots.held():
                 await self._start(snapshot, sandbox, with_memory=with_memory)
 
@@ -69,7 +69,7 @@ class MachineLifecycle:
             log.warning("claim failed", sandbox=sandbox.id, snapshot=snapshot.id, reason=error.message)
             sandbox.instance, sandbox.host = new_id(), {}
             return False
-        self.starts["prewarmed"] += 1
+        self.start_counts["prewarmed"] += 1
         return True
 
     async def _start(self, snapshot: Snapshot, sandbox: Sandbox, *, with_memory: bool) -> None:
@@ -87,7 +87,7 @@ class MachineLifecycle:
             if final_error is error:
                 raise
             raise final_error from error
-        self.starts["memory" if with_memory else "boot"] += 1
+        self.start_counts["memory" if with_memory else "boot"] += 1
 
     async def boot(self, sandbox: Sandbox) -> None:
         """Boot a stopped sandbox from its own disk. On failure, stop it again."""
@@ -107,7 +107,7 @@ class MachineLifecycle:
             if final_error is error:
                 raise
             raise final_error from error
-        self.starts["boot"] += 1
+        self.start_counts["boot"] += 1
 
     async def stop_paused(self, sandbox: Sandbox) -> None:
         """Stop the machine of a sandbox that was just paused. Keep its disk if the sandbox resumes from it."""

@@ -45,7 +45,7 @@ class RoomReport:
     """The sizes of all sandboxes' disks and of all volumes."""
     memory_promised: int
     """The memory of all running sandboxes."""
-    stalled: list[str]
+    stalled_ids: list[str]
     """Ids of the sandboxes that are stopped because the disk has no space left."""
 
 
@@ -57,7 +57,7 @@ class PendingImport:
     memory_bytes: int
     """The bytes for the memory root; 0 if the memory is stored on the disk."""
 
-    def count_written(self, size: int, *, memory: bool) -> None:
+    def count_written_bytes(self, size: int, *, memory: bool) -> None:
         if memory and self.memory_bytes:
             self.memory_bytes = max(0, self.memory_bytes - size)
         else:
@@ -109,7 +109,7 @@ class RoomMonitor:
 
     # -- refusals ---------------------------------------------------------------------------------------------------
 
-    async def require_for_machines(self, count: int) -> None:
+    async def require_room_for_machines(self, count: int) -> None:
         """Raise NoSpace if the host has no room for ``count`` more machines."""
         self._require_space_for_machines(await self._host.room(), count)
 
@@ -124,7 +124,7 @@ class RoomMonitor:
                 "sandboxes, or lower limits.free_memory_mb"
             )
 
-    async def require_for_capture(self, sandbox: Sandbox, *, memory: bool, fork_count: int = 0) -> None:
+    async def require_room_for_capture(self, sandbox: Sandbox, *, memory: bool, fork_count: int = 0) -> None:
         """Raise NoSpace if a capture of ``sandbox`` could leave less free space than the reserve.
 
         ``fork_count``: the number of machines that are started from the capture and also need room.
@@ -144,13 +144,12 @@ class RoomMonitor:
 
     @contextlib.asynccontextmanager
     async def reserved_for_import(
-        self, disk_bytes: int, memory_bytes: int, *, what: str = "the import"
+        self, disk_bytes: int, memory_bytes: int, *, subject: str = "the import"
     ) -> AsyncIterator[PendingImport]:
         """Reserve room for this much data until it is written or the context ends. Other imports cannot use the room.
 
-
-        Raises NoSpace if an import of this much data would leave less free space than the reserve. ``what``: the
-        import, in that error.
+        Raises NoSpace if an import of this much data would leave less free space than the reserve. ``subject``: the
+        import, as named in that error.
         """
         room = await self._host.room()
         if room.memory_disk is None:
@@ -158,7 +157,7 @@ class RoomMonitor:
         elif memory_bytes:
             self._require_memory_disk_space_for_import(room.memory_disk, memory_bytes)
         self._require_disk_space(
-            room, disk_bytes, what, reserved_bytes=sum(each.disk_bytes for each in self._pending_imports)
+            room, disk_bytes, subject, reserved_bytes=sum(each.disk_bytes for each in self._pending_imports)
         )
         pending_import = PendingImport(disk_bytes, memory_bytes)
         self._pending_imports.append(pending_import)
@@ -174,8 +173,8 @@ class RoomMonitor:
             raise NoSpace(
                 f"the memory of the snapshot ({-(-needed_bytes // _MIB)} MiB) would leave less than "
                 f"{self._limits.free_disk_mb} MiB free in the memory root {disk.path}, which has "
-                f"{disk.free // _MIB} MiB free{_describe_reserved(reserved_bytes)}. Delete snapshots, enlarge its file "
-                "system, or lower limits.free_disk_mb"
+                f"{disk.free // _MIB} MiB free{_describe_reservation(reserved_bytes)}. Delete snapshots, enlarge its "
+                "file system, or lower limits.free_disk_mb"
             )
 
     async def _require_memory_disk_space(self, disk: MemoryDisk, sandbox: Sandbox) -> None:
@@ -199,13 +198,13 @@ class RoomMonitor:
         reserve_bytes = self._limits.free_disk_mb * _MIB
         return not reserve_bytes or room.disk_free - needed_bytes >= reserve_bytes
 
-    def _require_disk_space(self, room: Room, needed_bytes: int, what: str, *, reserved_bytes: int = 0) -> None:
+    def _require_disk_space(self, room: Room, needed_bytes: int, subject: str, *, reserved_bytes: int = 0) -> None:
         if not self.has_disk_space(room, needed_bytes + reserved_bytes):
             size_note = f" (up to {-(-needed_bytes // _MIB)} MiB)" if needed_bytes else ""
             raise NoSpace(
-                f"{what}{size_note} would leave less than {self._limits.free_disk_mb} MiB of disk space free: the "
-                f"host has {room.disk_free // _MIB} MiB free{_describe_reserved(reserved_bytes)}. Delete snapshots or "
-                "sandboxes, enlarge the disk, or lower limits.free_disk_mb"
+                f"{subject}{size_note} would leave less than {self._limits.free_disk_mb} MiB of disk space free: the "
+                f"host has {room.disk_free // _MIB} MiB free{_describe_reservation(reserved_bytes)}. Delete snapshots "
+                "or sandboxes, enlarge the disk, or lower limits.free_disk_mb"
             )
 
     # -- stalled machines -------------------------------------------------------------------------------------------
@@ -255,5 +254,5 @@ class RoomMonitor:
             self._resuming_ids.discard(id)
 
 
-def _describe_reserved(size: int) -> str:
+def _describe_reservation(size: int) -> str:
     return f", of which running imports need {-(-size // _MIB)} MiB" if size else ""

@@ -163,7 +163,7 @@ class Sandboxes:
             head=snapshot.id,
             base=snapshot.id,
             resources=snapshot.resources,
-            mounts=self._mount_planner.without_deleted_volumes(snapshot.mounts, sandbox),
+            mounts=self._mount_planner.exclude_deleted_volumes(snapshot.mounts, sandbox),
         )
 
     @measured("sandbox.pause")
@@ -178,7 +178,7 @@ class Sandboxes:
         else:
             note_memory_mode(MemoryMode.NONE)
             await self._agents.create_client(sandbox).sync()
-            paused_sandbox = await self._save_paused(sandbox)
+            paused_sandbox = await self._save_as_paused(sandbox)
         await self._machines.stop_paused(paused_sandbox)
         self._events.publish("sandbox.paused", sandboxID=sandbox.id)
 
@@ -187,12 +187,12 @@ class Sandboxes:
         snapshot = self._captures.create_snapshot_record(sandbox, SnapshotKind.PAUSE)
         try:
             await self._captures.capture(sandbox, snapshot, memory=True)
-            return await self._save_paused(sandbox, pause_snapshot=snapshot.id)
+            return await self._save_as_paused(sandbox, pause_snapshot=snapshot.id)
         except BaseException:
             await self._captures.undo(snapshot.id)
             raise
 
-    async def _save_paused(self, sandbox: Sandbox, **changes: Any) -> Sandbox:
+    async def _save_as_paused(self, sandbox: Sandbox, **changes: Any) -> Sandbox:
         changes |= {"state": SandboxState.PAUSED, "state_reason": ""}
         return await save_sandbox(self._context, sandbox.id, **changes)
 

@@ -77,7 +77,7 @@ class Snapshots:
         """Yield the nodes of the lineage trees, parents before children, each with its parent's id and its depth."""
         return walk_nodes(self._index, root)
 
-    def files_of(self, ref: str) -> dict[str, str]:
+    def get_file_paths(self, ref: str) -> dict[str, str]:
         """Return a snapshot's paths on the host: ``dir``, and, if they exist, ``memory`` and ``vmstate``."""
         return self._host.files_of(self.get(ref))
 
@@ -127,7 +127,7 @@ class Snapshots:
         """Return the next generated name. The number in it is saved before the name is used, so it is never reused."""
         async with self._locking.running_sandbox_locked(ref) as sandbox:
             number = sandbox.branches + 1
-            while not self._index.is_free(name := f"branch-{sandbox.id}-{number}"):
+            while not self._index.is_name_free(name := f"branch-{sandbox.id}-{number}"):
                 number += 1
             await save_sandbox(self._context, sandbox.id, branches=number)
             return name

@@ -67,7 +67,7 @@ class Pools:
 
         Raises Busy if the machine has too many requests.
         """
-        connections = self._connections_of(sandbox)
+        connections = self._get_connections(sandbox)
         limit = self._engine.config.limits.connections
         if connections.active_requests >= limit:
             raise Busy(
@@ -79,7 +79,7 @@ class Pools:
         finally:
             connections.active_requests -= 1
 
-    def _connections_of(self, sandbox: Sandbox) -> MachineConnections:
+    def _get_connections(self, sandbox: Sandbox) -> MachineConnections:
         if self._watcher is None or self._watcher.done():
             self._watcher = asyncio.create_task(self._watch())
         connections = self._connections_by_sandbox.get(sandbox.id)

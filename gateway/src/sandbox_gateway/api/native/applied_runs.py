@@ -10,7 +10,7 @@ from typing import Annotated
 
 from fastapi import APIRouter, Path, Request
 
-from sandbox_gateway.api.access.auth import caller_of
+from sandbox_gateway.api.access.auth import get_caller
 from sandbox_gateway.api.native import requests, shapes
 from sandbox_gateway.engine.engine import Engine
 from sandbox_gateway.engine.plans.runs import AppliedRun, AppliedRuns
@@ -40,7 +40,7 @@ def _get_runs(request: Request) -> AppliedRuns:
 
 
 def _get_owner(request: Request) -> str:
-    return caller_of(request.scope).name
+    return get_caller(request.scope).name
 
 
 def _describe_run(request: Request, run: AppliedRun) -> shapes.AppliedRunShape:

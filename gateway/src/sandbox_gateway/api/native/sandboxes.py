@@ -14,7 +14,7 @@ from fastapi import APIRouter, Body, Query, Request, Response
 from sandbox_gateway.api import output
 from sandbox_gateway.api.dependencies import EngineDep, IdempotencyKey, OperationId, Ref
 from sandbox_gateway.api.native import requests, shapes
-from sandbox_gateway.api.native.view import View, ViewDep, get_template_or_snapshot, ids_of
+from sandbox_gateway.api.native.view import View, ViewDep, find_ids, get_template_or_snapshot
 from sandbox_gateway.api.paging import Limit, NextToken, Order, paginate
 from sandbox_gateway.api.waiting import cancel_on_disconnect
 from sandbox_gateway.engine.creation_order import Key
@@ -122,7 +122,7 @@ async def patch(ref: Ref, body: requests.Patch, engine: EngineDep, view: ViewDep
     sandbox = engine.sandboxes.get(ref)
     if body.name is not None or body.metadata is not None:
         await engine.sandboxes.update(sandbox.id, metadata=body.metadata, name=body.name)
-    if (timeout := body.value_or_unset("timeout")) is not UNSET:
+    if (timeout := body.get_value_or_unset("timeout")) is not UNSET:
         await engine.sandboxes.set_timeout(sandbox.id, timeout)
     return await view.describe_sandbox_with_divergence(engine.sandboxes.get(sandbox.id))
 
@@ -141,7 +141,7 @@ async def connect(
 ) -> shapes.SandboxShape:
     """Resume a paused sandbox. The timeout of a running sandbox is extended, but never shortened."""
     body = body or requests.Resume()
-    timeout, sandbox = body.value_or_unset("timeout"), engine.sandboxes.get(ref)
+    timeout, sandbox = body.get_value_or_unset("timeout"), engine.sandboxes.get(ref)
     if timeout == 0:
         raise Invalid(
             "the timeout must be more than 0 seconds, or -1 for never, because a connection needs a running sandbox"
@@ -159,7 +159,7 @@ async def resume(
     request: Request, ref: Ref, engine: EngineDep, view: ViewDep, body: requests.Resume | None = None
 ) -> shapes.SandboxShape:
     body = body or requests.Resume()
-    work = engine.sandboxes.resume(ref, timeout=body.value_or_unset("timeout"), cold_start=body.memory is False)
+    work = engine.sandboxes.resume(ref, timeout=body.get_value_or_unset("timeout"), cold_start=body.memory is False)
     return view.describe_sandbox(await cancel_on_disconnect(request, work))
 
 
@@ -343,14 +343,14 @@ def _create_metadata_filters(query: str) -> list[Filter]:
 def _create_template_filters(ref: str, engine: Engine) -> list[Filter]:
     if not ref:
         return []
-    ids = ids_of(ref, engine)
+    ids = find_ids(ref, engine)
     return [lambda sandbox: sandbox.template_id in ids]
 
 
 def _create_source_filters(ref: str, engine: Engine) -> list[Filter]:
     if not ref:
         return []
-    ids = ids_of(ref, engine)
+    ids = find_ids(ref, engine)
     return [lambda sandbox: sandbox.forked_from in ids]
 
 
