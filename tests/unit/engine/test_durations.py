@@ -47,7 +47,7 @@ _NOT_OPERATIONS = {
     "MachineLifecycle.boot",
     "MachineLifecycle.fork",
     "MachineLifecycle.mark_stopped",
-    "MachineLifecycle.stop_paused",
+    "MachineLifecycle.stop_paused_machine",
     "RoomMonitor.require_room_for_capture",
     "RoomMonitor.require_room_for_machines",
     # background work

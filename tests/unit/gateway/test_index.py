@@ -257,8 +257,8 @@ def test_a_record_that_was_changed_in_place_leaves_nothing_behind() -> None:
     sandbox.name, sandbox.forked_from, sandbox.created_at = "after", "1" * 12, now()
     index.put(sandbox)
     assert index.is_name_free("before") and index.find_owner("after") == sandbox.id
-    assert index.list_sandboxes_using(Snapshot(id="0" * 12)) == []
-    assert index.list_sandboxes_using(Snapshot(id="1" * 12)) == list(index.walk_sandboxes()) == [sandbox]
+    assert index.list_dependent_sandboxes(Snapshot(id="0" * 12)) == []
+    assert index.list_dependent_sandboxes(Snapshot(id="1" * 12)) == list(index.walk_sandboxes()) == [sandbox]
     index.remove(sandbox.id)
     assert index.is_name_free("after") and list(index.walk_sandboxes()) == [] and sandbox.id not in index
 

@@ -68,7 +68,7 @@ async def _stream_events(source: Events, operation: str, closing: asyncio.Event)
 
 
 def render(event: Event) -> str:
-    data = {"at": event.at, **event.data}
+    data = {"at": event.time, **event.data}
     return f"event: {event.type}\ndata: {json.dumps(data, default=_to_text)}\n\n"
 
 

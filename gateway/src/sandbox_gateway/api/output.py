@@ -41,7 +41,7 @@ _unsent_bytes: Counter[str] = Counter()
 """The size of the responses that count as unsent, by the owner of the limit, worded as in error messages."""
 
 
-def respond(sandbox: str, fields: Mapping[str, Output | int | bool | None]) -> Response:
+def build_response(sandbox: str, fields: Mapping[str, Output | int | bool | None]) -> Response:
     """Return a response with ``fields`` as a JSON object. Bytes are decoded as UTF-8, with invalid ones replaced.
 
     ``sandbox``: the id of the sandbox.

@@ -94,7 +94,7 @@ def _replace_planned_ids(plan: Plan) -> list[Entry]:
             suffix = f"#{count}" if (count := counts[entry.gateway, name]) > 1 else ""
             new_ids[entry.gateway, planned_id] = f"{PLANNED_ID_PREFIX}{name}{suffix}"
 
-    def replace_in(entry: Entry) -> Entry:
+    def replace_ids(entry: Entry) -> Entry:
         def replace(match: re.Match[str]) -> str:
             return new_ids.get((entry.gateway, match[0]), match[0])
 
@@ -105,7 +105,7 @@ def _replace_planned_ids(plan: Plan) -> list[Entry]:
         fields = _map_texts(entry.model_dump(exclude={"created"}), convert)
         return Entry.model_validate({**fields, "created": entry.created})
 
-    return [replace_in(entry) for entry in entries]
+    return [replace_ids(entry) for entry in entries]
 
 
 def _map_texts(value: Any, convert: Callable[[str], str]) -> Any:

@@ -332,7 +332,7 @@ class AgentClient:
             raise guest_json.create_invalid_response_error("sent invalid command output") from None
         raise guest_json.create_invalid_response_error("closed the command's output before the command ended")
 
-    async def start_in_background(self, command: str) -> None:
+    async def start_background_command(self, command: str) -> None:
         """Start ``/bin/sh -c command`` as root and leave it running."""
         stream = self._start_shell(command)
         try:

@@ -44,7 +44,7 @@ class StoredArchive:
     size: int
     _file: BinaryIO
 
-    async def pieces(self) -> AsyncIterator[bytes]:
+    async def read_pieces(self) -> AsyncIterator[bytes]:
         os.utime(self._file.fileno())
         while piece := await finish_despite_cancellation(asyncio.to_thread(self._file.read, _PIECE_BYTES)):
             yield piece

@@ -106,7 +106,7 @@ class Captures:
         await self._room.require_room_for_capture(sandbox, memory=memory, fork_count=fork_count)
         async with self._locking.volumes_locked(self._require_mounted_volumes(sandbox, volumes)) as locked_volumes:
             volume_snapshots = _create_volume_snapshot_records(snapshot, locked_volumes)
-            async with self._flushed(sandbox, freeze=not memory and not self._host.abilities.atomic_capture):
+            async with self._guest_flushed(sandbox, freeze=not memory and not self._host.abilities.atomic_capture):
                 snapshot = await self._host.capture(sandbox, snapshot, memory=memory, volumes=volume_snapshots)
             note_memory_mode(snapshot.memory)
             for volume, volume_snapshot in zip(locked_volumes, volume_snapshots, strict=True):
@@ -137,7 +137,7 @@ class Captures:
             log.debug("the sync before a capture failed", sandbox=sandbox.id, reason=error.message)
 
     @contextlib.asynccontextmanager
-    async def _flushed(self, sandbox: Sandbox, *, freeze: bool) -> AsyncIterator[None]:
+    async def _guest_flushed(self, sandbox: Sandbox, *, freeze: bool) -> AsyncIterator[None]:
         """Flush the guest's cache to the disk. ``freeze``: also block the guest's writes inside this context."""
         if not freeze:
             await self._sync_guest(sandbox)

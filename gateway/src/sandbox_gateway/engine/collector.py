@@ -64,7 +64,7 @@ class Collector:
         for id in [each.id for each in self._index.list_grouped_snapshots(self._index.collectable_ids)]:
             # Read the record late, because removing one snapshot changes the records of others.
             snapshot = self._index.snapshots.get(id)
-            if snapshot is None or not self._backoff.is_due(id) or not self._references.can_collect(snapshot):
+            if snapshot is None or not self._backoff.is_due(id) or not self._references.can_collect_snapshot(snapshot):
                 continue
             await self._remove(snapshot)
 

@@ -56,7 +56,7 @@ class Forks:
     @measured("sandbox.create")
     async def create(self, ref: str, spec: ForkSpec) -> Sandbox:
         """Create one sandbox from a snapshot or template, or return the one with ``spec.idempotency_key``."""
-        result = (await self._fork_from(ref, spec))[0]
+        result = (await self._fork_snapshot(ref, spec))[0]
         if isinstance(result, GatewayError):
             raise result
         return result
@@ -68,9 +68,9 @@ class Forks:
         With ``spec.atomic``, the first error is raised and all new sandboxes are removed. Otherwise, the list contains
         an error for each sandbox that could not be created.
         """
-        return await self._fork_from(ref, spec)
+        return await self._fork_snapshot(ref, spec)
 
-    async def _fork_from(self, ref: str, spec: ForkSpec) -> list[Sandbox | GatewayError]:
+    async def _fork_snapshot(self, ref: str, spec: ForkSpec) -> list[Sandbox | GatewayError]:
         async with self._idempotency_key_locked(spec) as existing_sandboxes:
             if existing_sandboxes:
                 return existing_sandboxes
@@ -148,9 +148,9 @@ class Forks:
         async with self._collector.pinned_then_collected(snapshot):
             with self._reserved(sandboxes):
                 if not planned_mounts:
-                    return await self._start_all(snapshot, spec, sandboxes, with_memory)
+                    return await self._start_sandboxes(snapshot, spec, sandboxes, with_memory)
                 async with self._mount_planner.mounts_added(planned_mounts, sandboxes) as clones:
-                    return await self._start_all(snapshot, spec, sandboxes, with_memory, clones)
+                    return await self._start_sandboxes(snapshot, spec, sandboxes, with_memory, clones)
 
     @contextlib.contextmanager
     def _reserved(self, sandboxes: Sequence[Sandbox]) -> Iterator[None]:
@@ -162,7 +162,7 @@ class Forks:
             finally:
                 self._pending_count -= len(sandboxes)
 
-    async def _start_all(
+    async def _start_sandboxes(
         self,
         snapshot: Snapshot,
         spec: ForkSpec,

@@ -131,7 +131,7 @@ class Index:
             self.sandboxes[record.id] = record
         elif isinstance(record, Snapshot):
             self.snapshots[record.id] = record
-            self._put_in_groups(record)
+            self._add_to_groups(record)
         elif isinstance(record, Volume):
             self.volumes[record.id] = record
         else:
@@ -152,7 +152,7 @@ class Index:
     def _find_record(self, id: str) -> Record | None:
         return self.sandboxes.get(id) or self.snapshots.get(id) or self.volumes.get(id) or self.volume_snapshots.get(id)
 
-    def _put_in_groups(self, snapshot: Snapshot) -> None:
+    def _add_to_groups(self, snapshot: Snapshot) -> None:
         for group, is_member in (
             (self.expiring_ids, _is_visible_snapshot(snapshot) and snapshot.expires_at is not None),
             (self.prewarmed_ids, snapshot.prewarm > 0),
@@ -331,7 +331,7 @@ class Index:
             if mount.volume == volume.id
         ]
 
-    def list_sandboxes_using(self, snapshot: Snapshot) -> list[Sandbox]:
+    def list_dependent_sandboxes(self, snapshot: Snapshot) -> list[Sandbox]:
         """Return the sandboxes that were forked from a snapshot, were rolled back to it, or resume from it."""
         return [self.sandboxes[id] for id in self._users[snapshot.id] if id in self.sandboxes]
 

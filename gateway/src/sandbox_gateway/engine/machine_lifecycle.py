@@ -59,9 +59,9 @@ class MachineLifecycle:
         if (fork := self._prewarm.take(snapshot, sandbox)) is None:
             return False
         try:
-            with self._context.durations.measure("prewarm.claim", snapshot.memory):
+            with self._context.durations.operation_measured("prewarm.claim", snapshot.memory):
                 await self._host.claim(fork, sandbox)
-                await self._agents.identify(sandbox, booted=False)
+                await self._agents.identify(sandbox, has_booted=False)
         except BaseException as error:
             await clean_up(log, self._host.discard(sandbox))
             if not isinstance(error, GatewayError):
@@ -75,7 +75,7 @@ class MachineLifecycle:
     async def _start(self, snapshot: Snapshot, sandbox: Sandbox, *, with_memory: bool) -> None:
         try:
             await self._host.fork(snapshot, sandbox, with_memory=with_memory)
-            await self._agents.identify(sandbox, booted=not with_memory)
+            await self._agents.identify(sandbox, has_booted=not with_memory)
             if sandbox.mounts or snapshot.mounts:
                 has_stale_mounts = with_memory and bool(snapshot.mounts)
                 await self._agents.mount_volumes(
@@ -98,7 +98,7 @@ class MachineLifecycle:
     async def _boot(self, sandbox: Sandbox) -> None:
         await self._host.boot(sandbox)
         try:
-            await self._agents.identify(sandbox, booted=True)
+            await self._agents.identify(sandbox, has_booted=True)
             if sandbox.mounts:
                 await self._agents.mount_volumes(sandbox, seconds=self._host.boot_seconds)
         except BaseException as error:
@@ -109,7 +109,7 @@ class MachineLifecycle:
             raise final_error from error
         self.start_counts["boot"] += 1
 
-    async def stop_paused(self, sandbox: Sandbox) -> None:
+    async def stop_paused_machine(self, sandbox: Sandbox) -> None:
         """Stop the machine of a sandbox that was just paused. Keep its disk if the sandbox resumes from it."""
         if sandbox.pause_snapshot:
             await self._host.discard(sandbox)

@@ -199,7 +199,7 @@ class PrewarmPool:
             if room.memory_free >> 20 < required_mb or not self._room.has_disk_space(room):
                 continue
             try:
-                with self._context.durations.measure("prewarm.start", snapshot.memory):
+                with self._context.durations.operation_measured("prewarm.start", snapshot.memory):
                     fork = await self._start(snapshot)
             except GatewayError as error:
                 self._backoff.delay(id)
@@ -221,7 +221,7 @@ class PrewarmPool:
         await self._host.fork(snapshot, fork, with_memory=True, hold=not is_template)
         try:
             if is_template:
-                await self._agents.identify(fork, booted=False)
+                await self._agents.identify(fork, has_booted=False)
                 await self._agents.create_client(fork).exec(_WARM_UP_COMMAND, timeout=_WARM_UP_TIMEOUT_SECONDS)
             await self._host.flush_fork(fork)
         except BaseException:

@@ -46,7 +46,7 @@ class References:
     # -- snapshots of sandboxes, and templates ----------------------------------------------------------------------
 
     def find_users(self, snapshot: Snapshot) -> SnapshotUsers:
-        sandboxes = self._index.list_sandboxes_using(snapshot)
+        sandboxes = self._index.list_dependent_sandboxes(snapshot)
         blocking_sandboxes = sandboxes
         if self._host.abilities.independent_snapshots:
             blocking_sandboxes = [each for each in sandboxes if snapshot.id in (each.forked_from, each.pause_snapshot)]
@@ -68,7 +68,7 @@ class References:
             is_busy=users.is_busy,
         )
 
-    def can_collect(self, snapshot: Snapshot) -> bool:
+    def can_collect_snapshot(self, snapshot: Snapshot) -> bool:
         """Return whether a snapshot should be removed because it is unused."""
         if not is_removed_when_unused(snapshot):
             return False

@@ -76,9 +76,9 @@ class RoomMonitor:
         self._pending_imports: list[PendingImport] = []
         self._resuming_ids: set[str] = set()
         """Ids of the sandboxes whose machines are being resumed, including those that wait for their lock."""
-        self._disk_was_low = False
+        self._was_disk_low = False
         self._next_full_check_at = 0.0
-        self._pending_reading: asyncio.Future[Room] | None = None
+        self._room_task: asyncio.Future[Room] | None = None
 
     async def report(self) -> RoomReport:
         """Return the room. Raises Timeout if the host does not report it soon."""
@@ -93,13 +93,13 @@ class RoomMonitor:
 
         If the host hangs, later calls wait for the same report, so that they do not pile up.
         """
-        if self._pending_reading is None or self._pending_reading.done():
-            self._pending_reading = asyncio.ensure_future(self._host.room())
+        if self._room_task is None or self._room_task.done():
+            self._room_task = asyncio.ensure_future(self._host.room())
             # Without this, an exception that no caller waits for any more would never be retrieved.
-            self._pending_reading.add_done_callback(lambda reading: reading.cancelled() or reading.exception())
+            self._room_task.add_done_callback(lambda reading: reading.cancelled() or reading.exception())
         try:
             async with asyncio.timeout(_REPORT_TIMEOUT_SECONDS):
-                return await asyncio.shield(self._pending_reading)
+                return await asyncio.shield(self._room_task)
         except TimeoutError:
             raise Timeout(f"the host did not report its free space within {_REPORT_TIMEOUT_SECONDS:g} s") from None
 
@@ -222,13 +222,13 @@ class RoomMonitor:
         """Find stalled machines. While enough disk space is free, check only every ``_FULL_CHECK_INTERVAL_SECONDS``."""
         free_mb = (await self._host.room()).disk_free // _MIB
         is_disk_low = free_mb < max(self._limits.free_disk_mb, _MIN_FREE_DISK_MB)
-        if is_disk_low or self._disk_was_low or self._stalled_ids or time.monotonic() >= self._next_full_check_at:
+        if is_disk_low or self._was_disk_low or self._stalled_ids or time.monotonic() >= self._next_full_check_at:
             self._next_full_check_at = time.monotonic() + _FULL_CHECK_INTERVAL_SECONDS
             self._publish_changes(await self._host.find_stalled())
             if not is_disk_low:
                 for id in self._stalled_ids - self._resuming_ids:
                     self._context.background.start(self._resume_machine(id))
-        self._disk_was_low = is_disk_low
+        self._was_disk_low = is_disk_low
 
     def _publish_changes(self, instances: set[str]) -> None:
         """Publish which machines have stalled or resumed since the last check."""

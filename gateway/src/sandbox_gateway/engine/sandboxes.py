@@ -179,7 +179,7 @@ class Sandboxes:
             note_memory_mode(MemoryMode.NONE)
             await self._agents.create_client(sandbox).sync()
             paused_sandbox = await self._save_as_paused(sandbox)
-        await self._machines.stop_paused(paused_sandbox)
+        await self._machines.stop_paused_machine(paused_sandbox)
         self._events.publish("sandbox.paused", sandboxID=sandbox.id)
 
     async def _capture_and_pause(self, sandbox: Sandbox) -> Sandbox:

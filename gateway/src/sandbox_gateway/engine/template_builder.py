@@ -87,7 +87,7 @@ class TemplateBuilder:
                 )
         if start_command:
             build.log(f"starting {start_command}")
-            await agent.start_in_background(start_command)
+            await agent.start_background_command(start_command)
         if recipe.ready_probe:
             await self._wait_until_ready(build, sandbox, recipe)
 
@@ -96,7 +96,7 @@ class TemplateBuilder:
         with self._build_files.opened(digest) as archive:
             build.log(f"uploading {archive.size} bytes of files")
             client = self._agents.create_client(sandbox)
-            await client.upload(build_archive_path(digest), archive.size, archive.pieces(), seconds=seconds)
+            await client.upload(build_archive_path(digest), archive.size, archive.read_pieces(), seconds=seconds)
 
     async def _wait_until_ready(self, build: Build, sandbox: Sandbox, recipe: Recipe) -> None:
         build.log(f"waiting for {recipe.ready_probe}")

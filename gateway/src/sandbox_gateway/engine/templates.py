@@ -77,7 +77,7 @@ class Templates:
         require_valid_name(name)
         self._prewarm.check_count(self._context.host.abilities.memory, prewarm or 0)
         digest_of_source = await self._digest_source(recipe)
-        digest = recipe.digest(await self.compute_guest_digest(), digest_of_source)
+        digest = recipe.compute_digest(await self.compute_guest_digest(), digest_of_source)
         if (running_build := self._find_running_build(name, digest)) is not None:
             running_build.prewarm = running_build.prewarm if prewarm is None else prewarm
             return running_build
@@ -119,7 +119,7 @@ class Templates:
         recipe = make_recipe(resources)
         self._build_files.require_archives(recipe.setup)
         digest_of_source = await self._digest_source(recipe)
-        digest = recipe.digest(await self.compute_guest_digest(), digest_of_source)
+        digest = recipe.compute_digest(await self.compute_guest_digest(), digest_of_source)
         if self._announced_builds.pop(build_id, None) is None:
             raise Conflict(f"build {build_id!r} has already been started: request a new build")
         build.digest, build.source_digest, build.recipe = digest, digest_of_source, _canonicalize_recipe(recipe)
@@ -305,7 +305,7 @@ def is_outdated(template: Snapshot, guest_digest: str) -> bool | None:
     if recipe.path and not template.source_digest:
         # The template was built by an older gateway, which did not store the digest of these files.
         return None
-    return recipe.digest(guest_digest, template.source_digest) != template.recipe_digest
+    return recipe.compute_digest(guest_digest, template.source_digest) != template.recipe_digest
 
 
 def _canonicalize_recipe(recipe: Recipe) -> dict[str, Any]:

@@ -34,7 +34,7 @@ class MachineConnections:
         self.key = _make_machine_key(sandbox)
         self._sandbox = sandbox
         self._engine = engine
-        self.transport = Transport(tls, max_idle=MAX_IDLE_CONNECTIONS, idle_seconds=IDLE_SECONDS)
+        self.transport = Transport(tls, max_idle_connections=MAX_IDLE_CONNECTIONS, idle_seconds=IDLE_SECONDS)
         self.end_future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         """Done when the sandbox no longer runs on this machine: current requests cannot complete."""
         self.active_requests = 0

@@ -489,13 +489,13 @@ def _create_machine_ended_error(incoming_request: ServiceRequest) -> ProxyFailed
 
 
 def _build_headers_for_client(
-    raw: Iterable[tuple[bytes, bytes]], target: Target, unwanted_names: Iterable[str] = ()
+    raw_headers: Iterable[tuple[bytes, bytes]], target: Target, unwanted_names: Iterable[str] = ()
 ) -> list[tuple[bytes, bytes]]:
     """Return the service's headers, without connection-specific headers and those in ``unwanted_names``.
 
     The response to a signed URL also gets headers that isolate it from other pages at the gateway's address.
     """
-    headers = Headers(raw=[(name.lower(), value) for name, value in raw])
+    headers = Headers(raw=[(name.lower(), value) for name, value in raw_headers])
     dropped_names = _DROPPED_RESPONSE_HEADERS.union(_parse_connection_options(headers), unwanted_names)
     if not target.is_named_by_host:
         dropped_names |= _HOST_WIDE_HEADERS

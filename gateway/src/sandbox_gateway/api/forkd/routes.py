@@ -129,7 +129,7 @@ async def execute(request: Request, ref: Ref, body: shapes.RunCommand, engine: E
     sandbox_id = engine.sandboxes.get(ref).id
     work = engine.commands.exec(sandbox_id, body.args, timeout=body.timeout_secs)
     result = await cancel_on_disconnect(request, work)
-    return output.respond(sandbox_id, shapes.build_exec_fields(result, body.timeout_secs))
+    return output.build_response(sandbox_id, shapes.build_exec_fields(result, body.timeout_secs))
 
 
 @router.post(
@@ -145,7 +145,7 @@ async def evaluate(request: Request, ref: Ref, body: shapes.EvaluateCode, engine
     sandbox_id = engine.sandboxes.get(ref).id
     work = engine.commands.eval(sandbox_id, body.code, timeout=body.timeout_secs)
     result = await cancel_on_disconnect(request, work)
-    return output.respond(sandbox_id, shapes.build_eval_fields(result))
+    return output.build_response(sandbox_id, shapes.build_eval_fields(result))
 
 
 @router.post("/v1/sandboxes/{ref}/ping", summary="Check that the sandbox's agent answers")

@@ -148,12 +148,12 @@ class Network(NativeBody):
         return value
 
     def build_policy(
-        self, allow_internet: bool | None = None, *, current: NetworkPolicy = _DEFAULT_POLICY
+        self, allow_internet: bool | None = None, *, current_policy: NetworkPolicy = _DEFAULT_POLICY
     ) -> NetworkPolicy:
         """Return the network policy that this object describes.
 
         If ``allowInternetAccess`` is absent here, ``allow_internet`` (a field of the request itself) applies instead.
-        Absent fields that do not concern outgoing traffic are taken from ``current``.
+        Absent fields that do not concern outgoing traffic are taken from ``current_policy``.
         """
         allow_public_traffic, host_mask = self.allow_public_traffic, self.mask_request_host
         internet_setting = self.allow_internet if self.allow_internet is not None else allow_internet
@@ -162,9 +162,9 @@ class Network(NativeBody):
             allow_out=self.allow_out or [],
             deny_out=self.deny_out or [],
             allow_public_traffic=(
-                current.allow_public_traffic if allow_public_traffic is None else allow_public_traffic
+                current_policy.allow_public_traffic if allow_public_traffic is None else allow_public_traffic
             ),
-            mask_request_host=current.mask_request_host if host_mask is None else host_mask,
+            mask_request_host=current_policy.mask_request_host if host_mask is None else host_mask,
         )
 
 
@@ -202,7 +202,8 @@ class ForkBody(Sizes):
 
     refused_fields: ClassVar[Mapping[str, Refusal]] = {
         "autoPauseMemory": Refusal(
-            "because a sandbox that is paused at its timeout always keeps its memory: leave it out", accepted=(True,)
+            "because a sandbox that is paused at its timeout always keeps its memory: leave it out",
+            accepted_values=(True,),
         ),
         "iam": Refusal("because sandboxes have no workload identities: leave it out"),
     }
@@ -555,7 +556,7 @@ class CreateTemplate(Sizes):
         **dict.fromkeys(("args", "command"), _COMMAND_REFUSAL),
         **dict.fromkeys(("registryUsername", "registryPassword"), _CREDENTIALS_REFUSAL),
         **dict.fromkeys(("allowOut", "denyOut", "dns", "networkType"), _TEMPLATE_NETWORK_REFUSAL),
-        "allowInternetAccess": Refusal(_TEMPLATE_NETWORK_REFUSAL.reason, accepted=(True,)),
+        "allowInternetAccess": Refusal(_TEMPLATE_NETWORK_REFUSAL.reason, accepted_values=(True,)),
         "exposedPorts": Refusal("because every port of a sandbox is reachable through the gateway: leave it out"),
         "env": Refusal("because templates have no environment variables: set envVars when you create a sandbox"),
         "writableLayerSize": Refusal("because a sandbox has a single disk: set diskSizeMB"),

@@ -149,7 +149,7 @@ async def connect(
     if sandbox.state is SandboxState.PAUSED:
         work = engine.sandboxes.resume(sandbox.id, timeout=timeout, cold_start=body.memory is False)
         return view.describe_sandbox(await cancel_on_disconnect(request, work))
-    if timeout is not UNSET and _would_extend(timeout, sandbox):
+    if timeout is not UNSET and _would_extend_lifetime(timeout, sandbox):
         await engine.sandboxes.set_timeout(sandbox.id, timeout)
     return view.describe_sandbox(engine.sandboxes.get(sandbox.id))
 
@@ -178,13 +178,13 @@ async def set_timeout(ref: Ref, body: requests.SetTimeout, engine: EngineDep) ->
 @router.post("/sandboxes/{ref}/refreshes", status_code=204, summary="Extend a sandbox's lifetime, but never shorten it")
 async def refresh(ref: Ref, engine: EngineDep, body: requests.Refresh | None = None) -> None:
     duration, sandbox = (body or requests.Refresh()).duration, engine.sandboxes.get(ref)
-    if _would_extend(duration, sandbox):
+    if _would_extend_lifetime(duration, sandbox):
         await engine.sandboxes.set_timeout(sandbox.id, duration)
 
 
 @router.put("/sandboxes/{ref}/network", status_code=204, summary="Replace a sandbox's network policy")
 async def set_network(ref: Ref, body: requests.Network, engine: EngineDep) -> None:
-    await engine.sandboxes.set_network(ref, body.build_policy(current=engine.sandboxes.get(ref).network))
+    await engine.sandboxes.set_network(ref, body.build_policy(current_policy=engine.sandboxes.get(ref).network))
 
 
 @router.post(
@@ -203,7 +203,7 @@ async def execute(request: Request, ref: Ref, body: requests.Exec, engine: Engin
         timeout=body.timeout,
         stdin=_decode_stdin(body.stdin),
     )
-    return output.respond(sandbox_id, shapes.build_exec_fields(await cancel_on_disconnect(request, work)))
+    return output.build_response(sandbox_id, shapes.build_exec_fields(await cancel_on_disconnect(request, work)))
 
 
 @router.post(
@@ -361,7 +361,7 @@ def _create_start_filters(start: datetime | None) -> list[Filter]:
     return [lambda sandbox: sandbox.started_at >= earliest_start]
 
 
-def _would_extend(timeout: float | None, sandbox: Sandbox) -> bool:
+def _would_extend_lifetime(timeout: float | None, sandbox: Sandbox) -> bool:
     if sandbox.end_at is None:
         return False
     return timeout is None or datetime.now(UTC) + timedelta(seconds=timeout) > sandbox.end_at

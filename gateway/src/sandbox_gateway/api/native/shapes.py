@@ -610,7 +610,7 @@ def describe_prewarm(level: Level) -> PrewarmShape:
 
 
 def describe_template(
-    template: Snapshot, *, build_id: str, outdated: bool | None, forks: int, prewarm: Level, memory_problem: str
+    template: Snapshot, *, build_id: str, is_outdated: bool | None, forks: int, prewarm: Level, memory_problem: str
 ) -> TemplateShape:
     """Describe a template that is ready."""
     sizes = template.resources
@@ -622,7 +622,7 @@ def describe_template(
         build_status="ready",
         status="READY",
         digest=template.recipe_digest,
-        outdated=outdated,
+        outdated=is_outdated,
         recipe=build_recipe_fields(template.recipe),
         description=template.description,
         created_at=template.created_at,
@@ -729,8 +729,8 @@ def describe_usage(usage: Usage) -> UsageShape:
 def describe_sample(sandbox: Sandbox, sample: Sample) -> MetricShape:
     sizes = sandbox.resources
     return MetricShape(
-        timestamp=datetime.fromtimestamp(sample.at, UTC),
-        timestamp_unix=int(sample.at),
+        timestamp=datetime.fromtimestamp(sample.time, UTC),
+        timestamp_unix=int(sample.time),
         cpu_count=sizes.cpus,
         cpu_used_pct=None if sample.cpu_percent is None else round(sample.cpu_percent, 2),
         mem_used=sample.memory_bytes,

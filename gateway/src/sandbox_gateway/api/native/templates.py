@@ -159,7 +159,7 @@ async def set_alias(ref: Ref, body: requests.SetAlias, engine: EngineDep) -> sha
 @router.get(
     "/templates/{ref}/builds/{build}/status", response_model_exclude_unset=True, summary="Show the status of a build"
 )
-async def build_status(
+async def show_build_status(
     ref: Ref,
     build: Ref,
     engine: EngineDep,
@@ -175,7 +175,7 @@ async def build_status(
     response_model=shapes.LogShape,
     responses={200: {"content": {"text/plain": {}}, "description": "With `follow`: lines of text as they are written"}},
 )
-async def build_logs(
+async def show_build_log(
     ref: Ref,
     build: Ref,
     engine: EngineDep,
@@ -206,7 +206,7 @@ def _describe_ready_template(engine: Engine, template: Snapshot, guest_digest: s
     return shapes.describe_template(
         template,
         build_id=engine.templates.get_build(template.id).build_id,
-        outdated=is_outdated(template, guest_digest),
+        is_outdated=is_outdated(template, guest_digest),
         forks=len(engine.references.find_users(template).blocking_sandboxes),
         prewarm=engine.prewarm.get_level(template),
         memory_problem=engine.host.memory_problem(template),

@@ -87,13 +87,13 @@ class AppliedRuns:
             self._end_oldest_run(find_largest_owner(counts, owner), f"{MAX_RUNS} applied runs for this gateway")
 
     def _end_oldest_run(self, owner: str, limit: str) -> None:
-        oldest = self._runs.list_by_owner(owner)[0]
-        if not self._runs.is_idle(oldest, MIN_IDLE_SECONDS):
+        oldest_run = self._runs.list_by_owner(owner)[0]
+        if not self._runs.is_idle(oldest_run, MIN_IDLE_SECONDS):
             raise Busy(
                 f"the limit of {limit} has been reached: wait until another run has ended, or end one with "
                 "DELETE /applied-runs/{id}"
             )
-        self._runs.remove(oldest)
+        self._runs.remove(oldest_run)
 
     def _end_idle_runs(self) -> None:
         for run in self._runs.list_idle_runs(IDLE_SECONDS):

@@ -157,8 +157,8 @@ class PlanSessions:
         session = self._sessions.find(owner, id)
         if session is None:
             message = (
-                f"plan session {id[:80]!r} not found: it has ended, it was idle for {IDLE_SECONDS:.0f} s, or the gateway "
-                "was restarted. Start the check run again"
+                f"plan session {id[:80]!r} not found: it has ended, it was idle for {IDLE_SECONDS:.0f} s, or the "
+                "gateway was restarted. Start the check run again"
             )
             raise NotFound("plan", id[:80], message=message)
         return session
@@ -174,8 +174,8 @@ class PlanSessions:
         """Schedule the end of the least recently used session."""
         if self._timer is None and self._sessions:
             loop = asyncio.get_running_loop()
-            oldest = next(iter(self._sessions))
-            self._timer = loop.call_at(oldest.used_at + IDLE_SECONDS, self._on_timer)
+            oldest_session = next(iter(self._sessions))
+            self._timer = loop.call_at(oldest_session.used_at + IDLE_SECONDS, self._on_timer)
 
     def _on_timer(self) -> None:
         self._timer = None
