@@ -190,7 +190,7 @@ class _Inventory(Collector):
 
 
 @router.get("/metrics", summary="Metrics for Prometheus", response_class=Response)
-async def metrics(request: Request, engine: EngineDep) -> Response:
+async def export_metrics(request: Request, engine: EngineDep) -> Response:
     with contextlib.suppress(GatewayError):  # Keep the last values if the host cannot report its room.
         request.app.state.metrics.update_room(await engine.room.report())
     return Response(request.app.state.metrics.render(), media_type=CONTENT_TYPE_LATEST)

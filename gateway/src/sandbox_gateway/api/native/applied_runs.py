@@ -25,7 +25,7 @@ async def open_run(request: Request, body: requests.OpenAppliedRun) -> shapes.Ap
 
 
 @router.get("/applied-runs", summary="List the runs of this key that apply a plan")
-async def index(request: Request) -> list[shapes.AppliedRunShape]:
+async def list_runs(request: Request) -> list[shapes.AppliedRunShape]:
     return [_describe_run(request, each) for each in _get_runs(request).list(_get_owner(request))]
 
 

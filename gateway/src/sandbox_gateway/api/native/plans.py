@@ -29,7 +29,7 @@ async def open_session(request: Request, body: requests.OpenPlan) -> shapes.Plan
 
 
 @router.get("/plans", summary="List the plan sessions of this key")
-async def index(request: Request) -> list[shapes.PlanShape]:
+async def list_sessions(request: Request) -> list[shapes.PlanShape]:
     return [_describe_session(each) for each in _get_sessions(request).list(_get_owner(request))]
 
 

@@ -47,7 +47,7 @@ async def create(
 
 @router.get("/sandboxes", response_model_exclude_unset=True, summary="List sandboxes")
 @router.get("/v2/sandboxes", response_model_exclude_unset=True, include_in_schema=False)
-async def index(
+async def list_sandboxes(
     response: Response,
     engine: EngineDep,
     view: ViewDep,
@@ -98,7 +98,7 @@ async def show(
 
 
 @router.get("/sandboxes/{ref}/usage", summary="Show the disk and memory use of a sandbox")
-async def usage(ref: Ref, engine: EngineDep) -> shapes.UsageShape:
+async def show_usage(ref: Ref, engine: EngineDep) -> shapes.UsageShape:
     return shapes.describe_usage(await engine.sandboxes.get_usage(ref))
 
 
@@ -106,7 +106,7 @@ EpochSeconds = Annotated[int | None, Query(ge=0, le=1 << 40, description="In sec
 
 
 @router.get("/sandboxes/{ref}/metrics", summary="Show a sandbox's current and recent resource usage")
-async def metrics(
+async def list_metrics(
     ref: Ref, engine: EngineDep, start: EpochSeconds = None, end: EpochSeconds = None
 ) -> list[shapes.MetricShape]:
     if start is not None and end is not None and start > end:

@@ -39,7 +39,7 @@ When = Annotated[
 
 
 @router.get("/snapshots", response_model_exclude_unset=True, summary="List snapshots")
-async def index(
+async def list_snapshots(
     response: Response,
     engine: EngineDep,
     view: ViewDep,
@@ -154,7 +154,7 @@ async def import_(
 
 
 @router.get("/signer", summary="Show the key with which this gateway signs exported snapshots", tags=["gateway"])
-async def signer(engine: EngineDep) -> shapes.SignerShape:
+async def show_signer(engine: EngineDep) -> shapes.SignerShape:
     return shapes.SignerShape(fingerprint=engine.transfers.get_signer().fingerprint)
 
 
@@ -207,7 +207,7 @@ async def prewarm(ref: Ref, engine: EngineDep, body: requests.Prewarm) -> shapes
 
 
 @router.get("/lineage", summary="Show the lineage of templates, sandboxes, snapshots and forks", tags=["gateway"])
-async def lineage(
+async def show_lineage(
     engine: EngineDep,
     root: Annotated[str, Query(max_length=MAX_REF_LENGTH, description="Only descendants of this object")] = "",
     flat: Annotated[

@@ -106,7 +106,7 @@ def _refuse_in_plan(request: Request) -> None:
 
 
 @router.get("/templates", response_model_exclude_unset=True, summary="List templates")
-async def index(
+async def list_templates(
     response: Response,
     engine: EngineDep,
     limit: Limit = 100,
