@@ -372,7 +372,7 @@ class Connection(ConnectionBase):
         max_output_mb = self._compute_settings()["max_output_mb"]
         is_waiting = bool(escalation and escalation.is_waiting)
         has_started = False
-        for kind, data in process.output():
+        for kind, data in process.read_output():
             if not has_started:
                 has_started = True
                 if in_data and not is_waiting and not process.is_input_accepted:

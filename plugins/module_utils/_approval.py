@@ -110,11 +110,12 @@ def describe_actions(actions: Iterable[Action]) -> list[dict[str, Any]]:
 
 
 def estimate_costs(
-    actions: Iterable[Action], shapes: Mapping[str, Mapping[str, Any]], typical: Mapping[str, Any] | None
+    actions: Iterable[Action], shapes: Mapping[str, Mapping[str, Any]], typical_costs: Mapping[str, Any] | None
 ) -> tuple[dict[str, Any], list[str]]:
     """Return the estimated costs of actions, as in a plan file, and a description of each unknown cost.
 
-    ``shapes``: the existing resources by name. ``typical``: the costs of recent captures, as the gateway reports them.
+    ``shapes``: the existing resources by name. ``typical_costs``: the costs of recent captures, as the gateway reports
+    them.
     """
     memory_mb = disk_bytes = 0
     pause_ms = 0.0
@@ -131,14 +132,14 @@ def estimate_costs(
             elif change.kind == SNAPSHOT and change.after is None:
                 shape = shapes.get(change.name, {})
                 disk_bytes -= (shape.get("disk_bytes_unique") or 0) + (shape.get("memory_bytes_written") or 0)
-    unknown = []
-    if capture_count and typical is None:
-        unknown.append("the pause and the size of the gateway's first snapshots")
-    elif capture_count and typical is not None:
-        pause_ms = round(capture_count * typical["pauseMs"], 3)
-        disk_bytes += capture_count * (typical["memoryBytesWritten"] + typical["diskBytesUnique"])
+    unknown_costs = []
+    if capture_count and typical_costs is None:
+        unknown_costs.append("the pause and the size of the gateway's first snapshots")
+    elif capture_count and typical_costs is not None:
+        pause_ms = round(capture_count * typical_costs["pauseMs"], 3)
+        disk_bytes += capture_count * (typical_costs["memoryBytesWritten"] + typical_costs["diskBytesUnique"])
     costs = {"memory_mb": memory_mb, "disk_bytes": disk_bytes, "pause_ms": pause_ms}
-    return {key: value for key, value in costs.items() if value}, unknown
+    return {key: value for key, value in costs.items() if value}, unknown_costs
 
 
 def _get_running_memory(view: Mapping[str, Any] | None) -> int:
@@ -158,14 +159,14 @@ def make_initial_state() -> dict[str, Any]:
     return {"run": secrets.token_hex(16), "opened_at": {}, "used": [], "omitted": {}, "swapped": [], "bindings": {}}
 
 
-def update_state(state: dict[str, Any], used: Mapping[str, Any]) -> None:
+def update_state(state: dict[str, Any], usage: Mapping[str, Any]) -> None:
     """Add to the state of a run what a task has used; see ``_run.PLAN_KEY``."""
-    state["used"].append(used["number"])
-    state["omitted"][str(used["number"])] = used["omitted"]
+    state["used"].append(usage["number"])
+    state["omitted"][str(usage["number"])] = usage["omitted"]
     # The plan sessions of different gateways can assign the same ids.
-    state["bindings"].setdefault(used["gateway"], {}).update(used["bindings"])
-    state["opened_at"].update(used["opened_at"])
-    state["swapped"] = sorted({*state["swapped"], *used["swapped"]})
+    state["bindings"].setdefault(usage["gateway"], {}).update(usage["bindings"])
+    state["opened_at"].update(usage["opened_at"])
+    state["swapped"] = sorted({*state["swapped"], *usage["swapped"]})
 
 
 def make_approved_option(
@@ -280,7 +281,7 @@ def shares_objects(entries: Sequence[Entry], task_key: Mapping[str, Any]) -> boo
 
 def _find_planned_host(host: str, bindings: Iterable[Mapping[str, str]]) -> str:
     """Return the name that a host had in the check run, which may contain the planned id of a sandbox."""
-    planned_ids = {real: planned_id for each in bindings for planned_id, real in each.items()}
+    planned_ids = {real_id: planned_id for each in bindings for planned_id, real_id in each.items()}
     return _REAL_ID_PATTERN.sub(lambda match: planned_ids.get(match[0], match[0]), host)
 
 
@@ -307,7 +308,7 @@ class Approval:
         self._gateway_id = gateway_id
         self._read_version = read_version
         objects = option["gateways"].get(gateway_id, {})
-        self._created = frozenset(objects.get("created", ()))
+        self._created_ids = frozenset(objects.get("created", ()))
         self._created_names = frozenset(objects.get("created_names", ()))
         self._removed_names = frozenset(objects.get("removed_names", ()))
         self.bindings: dict[str, str] = dict(objects.get("bindings", {}))
@@ -340,7 +341,7 @@ class Approval:
         names = {change.name for action in actions for change in action.changes}
         failures = []
         for entry in self._sort(candidates, names, versions.keys()):
-            matching = _Matching(self.bindings, self._created)
+            matching = _Matching(self.bindings, self._created_ids)
             try:
                 self._check_unchanged(entry, versions, matching)
                 if actions and not entry["actions"]:
@@ -374,7 +375,7 @@ class Approval:
         failures = []
         for entry in self._sort(candidates, set(), versions.keys()):
             try:
-                self._check_unchanged(entry, versions, _Matching(self.bindings, self._created))
+                self._check_unchanged(entry, versions, _Matching(self.bindings, self._created_ids))
             except Failure as failure:
                 failures.append(failure)
             else:
@@ -398,7 +399,7 @@ class Approval:
 
     def _substitute_planned_ids(self, reads: Mapping[str, str]) -> dict[str, str]:
         """Return ``reads`` with planned ids in place of the real ids in its paths."""
-        planned_ids = {real: planned_id for planned_id, real in self.bindings.items()}
+        planned_ids = {real_id: planned_id for planned_id, real_id in self.bindings.items()}
         return {_REAL_ID_PATTERN.sub(lambda m: planned_ids.get(m[0], m[0]), path): reads[path] for path in reads}
 
     def _check_unchanged(self, entry: Entry, versions: Mapping[str, str], matching: _Matching) -> None:
@@ -466,7 +467,7 @@ class Approval:
         """Compare the snapshots of a volume, which are ``name:id`` pairs."""
         subject = f"the snapshots of {_describe_path(path)}"
         volume = path.split("/")[2]
-        planned_ids = {real: planned_id for planned_id, real in matching.bindings.items()}
+        planned_ids = {real_id: planned_id for planned_id, real_id in matching.bindings.items()}
         planned_snapshots = _parse_pairs(planned)
         actual_snapshots = {planned_ids.get(name, name): ident for name, ident in _parse_pairs(actual).items()}
         used_names = {name for name in planned_snapshots if _uses_snapshot(entry, volume, name)}
@@ -521,7 +522,7 @@ def _drop_unnecessary_actions(
     planned: Iterable[Mapping[str, Any]], actual: Iterable[Action], matching: _Matching
 ) -> list[Mapping[str, Any]]:
     """Return the planned actions, except captures and rollbacks of objects for which the task has no actions."""
-    planned_ids = {real: planned_id for planned_id, real in matching.bindings.items()}
+    planned_ids = {real_id: planned_id for planned_id, real_id in matching.bindings.items()}
     names = {planned_ids.get(change.name, change.name) for action in actual for change in action.changes}
     return [
         action
@@ -540,9 +541,9 @@ def _check_no_actions(entry: Entry) -> None:
 class _Matching:
     """Compares the values of a plan with those of a run, where each planned id stands for one real id."""
 
-    def __init__(self, bindings: Mapping[str, str], created: Container[str]) -> None:
+    def __init__(self, bindings: Mapping[str, str], created_ids: Container[str]) -> None:
         self.bindings = dict(bindings)
-        self._created = created
+        self._created_ids = created_ids
 
     def match_text(self, planned: str, actual: str) -> bool:
         """Return whether two texts are equal. Adds the pairs of planned and real ids that it finds to ``bindings``."""
@@ -558,18 +559,18 @@ class _Matching:
 
     def is_pending(self, ident: str) -> bool:
         """Return whether a planned id stands for an object that the run has to create, but has not recorded yet."""
-        return ident in self._created and ident not in self.bindings
+        return ident in self._created_ids and ident not in self.bindings
 
     def _bind(self, planned_id: str, real_id: str) -> bool:
         if (
             planned_id not in self.bindings
-            and planned_id not in self._created
+            and planned_id not in self._created_ids
             and real_id not in self.bindings.values()
         ):
             self.bindings[planned_id] = real_id
         return self.bindings.get(planned_id) == real_id
 
-    def check_value(self, planned: Any, actual: Any, where: str, ignored_keys: Container[str] = ()) -> None:
+    def check_value(self, planned: Any, actual: Any, place: str, ignored_keys: Container[str] = ()) -> None:
         """Compare two values. Raises Failure, whose message names the first difference.
 
         ``ignored_keys``: keys of the outermost mappings that are not compared.
@@ -579,21 +580,21 @@ class _Matching:
                 if key in ignored_keys:
                     continue
                 if key not in planned or key not in actual:
-                    raise _create_difference_error(f"{where}.{key}", planned.get(key), actual.get(key))
-                self.check_value(planned[key], actual[key], f"{where}.{key}")
+                    raise _create_difference_error(f"{place}.{key}", planned.get(key), actual.get(key))
+                self.check_value(planned[key], actual[key], f"{place}.{key}")
         elif isinstance(planned, (list, tuple)) and isinstance(actual, (list, tuple)):
             if len(planned) != len(actual):
-                raise _create_difference_error(where, planned, actual)
+                raise _create_difference_error(place, planned, actual)
             for number, pair in enumerate(zip(planned, actual)):
-                self.check_value(*pair, f"{where}.{number}")
+                self.check_value(*pair, f"{place}.{number}")
         elif isinstance(planned, str) and planned.startswith(_HASH_PREFIX):
             if not _matches_hash(planned, actual):
-                raise _create_unplanned_error(f"the secrets in {where} differ from those of the plan")
+                raise _create_unplanned_error(f"the secrets in {place} differ from those of the plan")
         elif isinstance(planned, str) and isinstance(actual, str):
             if not self.match_text(planned, actual):
-                raise _create_difference_error(where, planned, actual)
+                raise _create_difference_error(place, planned, actual)
         elif planned != actual:
-            raise _create_difference_error(where, planned, actual)
+            raise _create_difference_error(place, planned, actual)
 
 
 def _create_unplanned_error(reason: str) -> Failure:
@@ -638,8 +639,8 @@ def _match_actions(planned: Sequence[Mapping[str, Any]], actual: Sequence[Action
         matching.check_value(planned_action["request"], action.request, f"{verb} request", _UNKNOWABLE_REQUEST_KEYS)
 
 
-def _create_difference_error(where: str, planned: Any, actual: Any) -> Failure:
-    return _create_unplanned_error(f"{where} is {_shorten(actual)}, but {_shorten(planned)} in the plan")
+def _create_difference_error(place: str, planned: Any, actual: Any) -> Failure:
+    return _create_unplanned_error(f"{place} is {_shorten(actual)}, but {_shorten(planned)} in the plan")
 
 
 def _shorten(value: Any) -> str:

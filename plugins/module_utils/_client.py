@@ -309,7 +309,9 @@ class Client:
             response = connection.getresponse()
             if response.status >= 400:
                 self._raise_failure(f"POST {path}", response)
-            return self._decode(f"POST {path}", response.status, read_at_most(MAX_RESPONSE_BYTES, response) or b"")
+            return self._decode(
+                f"POST {path}", response.status, read_limited_response(MAX_RESPONSE_BYTES, response) or b""
+            )
 
     @contextlib.contextmanager
     def _transfer_opened(
@@ -335,8 +337,8 @@ class Client:
             connection.close()
 
     def _raise_failure(self, request: str, response: http.client.HTTPResponse) -> NoReturn:
-        data = self._decode(request, response.status, read_at_most(MAX_RESPONSE_BYTES, response) or b"")
-        raise self._make_failure_or_busy(request, response.status, response.headers, data)
+        data = self._decode(request, response.status, read_limited_response(MAX_RESPONSE_BYTES, response) or b"")
+        raise self._make_failure_or_busy_error(request, response.status, response.headers, data)
 
     def require_version(self) -> None:
         """Raise Failure if the gateway is too old, or if the server is not a gateway.
@@ -379,9 +381,9 @@ class Client:
         data = self._decode(f"{method} {path}", status, raw_body)
         if status < 400:
             return Response(status, data, headers)
-        raise self._make_failure_or_busy(f"{method} {path}", status, headers, data)
+        raise self._make_failure_or_busy_error(f"{method} {path}", status, headers, data)
 
-    def _make_failure_or_busy(self, request: str, status: int, headers: Any, data: Any) -> Exception:
+    def _make_failure_or_busy_error(self, request: str, status: int, headers: Any, data: Any) -> Exception:
         failure = self._make_response_failure(request, status, data)
         retry_after = headers.get("Retry-After", "")
         if status in (429, 503) and re.fullmatch("[0-9]{1,9}", retry_after):
@@ -432,7 +434,7 @@ class Client:
         connection = self._open_connection()
         connection.request(method, target, body=payload, headers=headers)
         response = connection.getresponse()
-        raw_body = read_at_most(MAX_RESPONSE_BYTES, response)
+        raw_body = read_limited_response(MAX_RESPONSE_BYTES, response)
         if raw_body is None:
             self.close()
             raise self._create_not_a_gateway_error(
@@ -583,7 +585,7 @@ def _format_query_value(value: Any, format_text: Callable[[str], str]) -> str:
     return {True: "true", False: "false"}[value] if isinstance(value, bool) else format_text(str(value))
 
 
-def read_at_most(size: int, response: http.client.HTTPResponse) -> bytes | None:
+def read_limited_response(size: int, response: http.client.HTTPResponse) -> bytes | None:
     """Return the rest of a response, or None if it is longer than ``size`` bytes. Raises IncompleteRead or OSError."""
     data = bytearray()
     chunk = response.read(_CHUNK_BYTES)

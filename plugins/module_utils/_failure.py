@@ -47,7 +47,7 @@ class Failure(Exception):
         self.blockers = [make_printable(each) for each in blockers]
         self.status = status
 
-    def as_dict(self) -> dict[str, Any]:
+    def to_dict(self) -> dict[str, Any]:
         """Return the failure as it appears in a module's result."""
         return {"kind": self.kind, "message": self.message, "blockers": self.blockers, "status": self.status}
 

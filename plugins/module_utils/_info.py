@@ -14,10 +14,10 @@ from ansible_collections.grove.sandbox.plugins.module_utils._client import quote
 from ansible_collections.grove.sandbox.plugins.module_utils._failure import Failure
 from ansible_collections.grove.sandbox.plugins.module_utils._plan import hide_unknown_values, stringify_values
 from ansible_collections.grove.sandbox.plugins.module_utils._shapes import (
-    sandbox_shape,
-    snapshot_shape,
-    template_shape,
-    volume_shape,
+    make_sandbox_shape,
+    make_snapshot_shape,
+    make_template_shape,
+    make_volume_shape,
 )
 
 if TYPE_CHECKING:
@@ -81,7 +81,7 @@ def _format_query_value(value: Any) -> Any:
 
 def _fetch_volume_shape(client: Client, volume: dict[str, Any]) -> dict[str, Any] | None:
     try:
-        return volume_shape(volume, client.list_all(f"/volumes/{quote_segment(volume['name'])}/snapshots"))
+        return make_volume_shape(volume, client.list_all(f"/volumes/{quote_segment(volume['name'])}/snapshots"))
     except Failure as failure:
         if failure.kind == "not_found":
             return None
@@ -91,7 +91,7 @@ def _fetch_volume_shape(client: Client, volume: dict[str, Any]) -> dict[str, Any
 SANDBOXES = Listing(
     "sandboxes",
     "sandboxID",
-    lambda _client, entry: sandbox_shape(entry),
+    lambda _client, entry: make_sandbox_shape(entry),
     {
         "state": {"type": "list", "elements": "str", "choices": ["running", "paused"]},
         "metadata": {"type": "dict"},
@@ -112,9 +112,9 @@ SANDBOXES = Listing(
 SNAPSHOTS = Listing(
     "snapshots",
     "snapshotID",
-    lambda _client, entry: snapshot_shape(entry),
+    lambda _client, entry: make_snapshot_shape(entry),
     {"sandbox": {"type": "str"}, "template": {"type": "str"}},
     {"sandbox": "sandboxID", "template": "templateID"},
 )
-TEMPLATES = Listing("templates", "templateID", lambda _client, entry: template_shape(entry))
+TEMPLATES = Listing("templates", "templateID", lambda _client, entry: make_template_shape(entry))
 VOLUMES = Listing("volumes", "volumeID", _fetch_volume_shape)

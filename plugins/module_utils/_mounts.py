@@ -83,9 +83,9 @@ def validate_path(path: str) -> str:
 def check_no_overlap(paths: Iterable[str]) -> None:
     """Raise Failure if two paths are equal or one is inside the other."""
     sorted_paths = sorted(paths, key=lambda path: path.split("/"))
-    for outer, inner in zip(sorted_paths, sorted_paths[1:]):
-        if is_inside(inner, outer):
-            raise _refusals.create_paths_overlap_error(outer, inner)
+    for outer_path, inner_path in zip(sorted_paths, sorted_paths[1:]):
+        if is_inside(inner_path, outer_path):
+            raise _refusals.create_paths_overlap_error(outer_path, inner_path)
 
 
 def is_inside(path: str, directory: str) -> bool:

@@ -134,19 +134,19 @@ def predict(shapes: Mapping[str, Mapping[str, Any]], actions: Iterable[Action]) 
 
 
 def fill_values_from_session(
-    predicted: Mapping[str, Mapping[str, Any]], planned: Mapping[str, Mapping[str, Any]]
+    predicted_shapes: Mapping[str, Mapping[str, Any]], planned_shapes: Mapping[str, Mapping[str, Any]]
 ) -> dict[str, dict[str, Any]]:
     """Return the predicted shapes, with None replaced by the values of the session, except for measurements.
 
-    ``planned``: the shapes of the same objects in the session. Later tasks use the ids that it gave to new objects.
-    Whether a sandbox has diverged is unknown if the session does not know it. Objects that the session has already
+    ``planned_shapes``: the shapes of the same objects in the session. Later tasks use the ids that it gave to new
+    objects. Whether a sandbox has diverged is unknown if the session does not know it. Objects that the session has already
     removed again are omitted, such as snapshots that a retention rule does not keep.
     """
     result = {}
-    for name, shape in predicted.items():
-        if name not in planned:
+    for name, shape in predicted_shapes.items():
+        if name not in planned_shapes:
             continue
-        planned_shape = planned[name]
+        planned_shape = planned_shapes[name]
         values = {
             key: planned_shape.get(key) for key, value in shape.items() if value is None and key not in _MEASURED_KEYS
         }

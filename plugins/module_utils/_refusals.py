@@ -137,10 +137,10 @@ def create_volume_has_writers_error(name: str, writers: Iterable[Any]) -> Failur
     )
 
 
-def create_volume_cannot_shrink_error(name: str, size: int, requested: int) -> Failure:
+def create_volume_cannot_shrink_error(name: str, size: int, requested_size: int) -> Failure:
     return Failure(
-        f"volume {name!r} has a size of {size} MiB and cannot shrink to {requested} MiB: do not reduce size_mb, or "
-        "create a smaller volume and copy the files",
+        f"volume {name!r} has a size of {size} MiB and cannot shrink to {requested_size} MiB: do not reduce size_mb, "
+        "or create a smaller volume and copy the files",
         "conflict",
     )
 
@@ -165,8 +165,10 @@ def create_system_path_error(path: str) -> Failure:
     )
 
 
-def create_paths_overlap_error(outer: str, inner: str) -> Failure:
-    return Failure(f"volumes cannot be mounted both at {outer!r} and inside it at {inner!r}: choose separate paths")
+def create_paths_overlap_error(outer_path: str, inner_path: str) -> Failure:
+    return Failure(
+        f"volumes cannot be mounted both at {outer_path!r} and inside it at {inner_path!r}: choose separate paths"
+    )
 
 
 def _format_count(noun: str, count: int) -> str:

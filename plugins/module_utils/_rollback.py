@@ -31,8 +31,8 @@ from ansible_collections.grove.sandbox.plugins.module_utils._sandbox import SIZE
 from ansible_collections.grove.sandbox.plugins.module_utils._shapes import (
     SANDBOX_KEYS,
     SNAPSHOT_KEYS,
-    sandbox_shape,
-    snapshot_shape,
+    make_sandbox_shape,
+    make_snapshot_shape,
 )
 from ansible_collections.grove.sandbox.plugins.module_utils._snapshot import (
     check_running_for_capture,
@@ -93,12 +93,12 @@ def parse_desired_state(params: Mapping[str, Any]) -> DesiredState:
 
 
 def observe(client: Client, want: DesiredState) -> CurrentState:
-    snapshot = snapshot_shape(client.get(f"/snapshots/{quote_segment(want.snapshot)}"))
+    snapshot = make_snapshot_shape(client.get(f"/snapshots/{quote_segment(want.snapshot)}"))
     resources = {}
     for ref in want.names:
         entry = client.find(f"/sandboxes/{quote_segment(ref)}")
         if entry is not None:
-            resources[ref] = sandbox_shape(entry)
+            resources[ref] = make_sandbox_shape(entry)
     backup_names = tuple(want.backups.values())
     backups = find_snapshots(client, backup_names)
     taken_names = find_taken_names(
@@ -125,31 +125,34 @@ def plan(want: DesiredState, have: CurrentState) -> Plan:
 
 
 def _plan_sandbox(want: DesiredState, have: CurrentState, name: str) -> list[Action]:
-    current = have.resources.get(name)
-    if current is None:
+    current_shape = have.resources.get(name)
+    if current_shape is None:
         raise Failure(f"sandbox {name!r} not found: check the name, or create the sandbox first", "not_found")
     target_id = have.snapshot["id"]
     condition, is_expected = "", True
-    if want.unless_clean and current["snapshot_id"] == target_id:
-        is_expected = current["diverged"] is not False
-        if not is_expected and not (have.is_session and may_have_diverged(current)):
+    if want.unless_clean and current_shape["snapshot_id"] == target_id:
+        is_expected = current_shape["diverged"] is not False
+        if not is_expected and not (have.is_session and may_have_diverged(current_shape)):
             return []
-        condition = make_diverged_condition(current)
-    after = {"name": current["name"], "state": "running", "snapshot_id": target_id, "diverged": False}
+        condition = make_diverged_condition(current_shape)
+    after = {"name": current_shape["name"], "state": "running", "snapshot_id": target_id, "diverged": False}
     # A diff cannot show the loss of processes and memory, so this key shows a rollback even if no file has changed.
     after["content_of"] = have.snapshot["name"] or target_id
     after.update({key: have.snapshot[key] for key in SIZE_KEYS})
-    changes = [Change(name, make_view(current), after)]
-    request: dict[str, Any] = {"sandbox": current["id"], "snapshot": target_id, "ref": want.snapshot}
+    changes = [Change(name, make_view(current_shape), after)]
+    request: dict[str, Any] = {"sandbox": current_shape["id"], "snapshot": target_id, "ref": want.snapshot}
     backup_name = want.backups.get(name)
     if backup_name:
         with failures_conditional(condition, is_expected=is_expected):
             if backup_name in have.taken_names:
                 raise _refusals.create_name_taken_error(backup_name, have.taken_names[backup_name])
-            check_running_for_capture(name, current)
+            check_running_for_capture(name, current_shape)
         changes.append(
             Change(
-                backup_name, None, predict_captured_view(backup_name, current, _make_backup_description(have)), SNAPSHOT
+                backup_name,
+                None,
+                predict_captured_view(backup_name, current_shape, _make_backup_description(have)),
+                SNAPSHOT,
             )
         )
         request["backup"] = {"name": backup_name, "description": _make_backup_description(have)}

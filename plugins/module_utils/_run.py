@@ -126,7 +126,7 @@ def connect(params: Mapping[str, Any]) -> Client:
 
 
 def make_failure_result(failure: Failure, **fields: Any) -> dict[str, Any]:
-    return {"changed": False, **fields, "failed": True, "msg": failure.message, "failure": failure.as_dict()}
+    return {"changed": False, **fields, "failed": True, "msg": failure.message, "failure": failure.to_dict()}
 
 
 class _Run:
@@ -279,7 +279,7 @@ class _Run:
         omitted_names = [
             change.name for action in plan.actions for change in action.changes if id(change) not in made_changes
         ]
-        used = {
+        usage = {
             "number": entry["number"],
             "swapped": [] if entry.get("host", "") == approval.host else [approval.host, entry["host"]],
             "omitted": omitted_names,
@@ -287,7 +287,7 @@ class _Run:
             "bindings": bindings,
             "opened_at": {_make_run_key(self.client): self.client.run_opened_at},
         }
-        return {**result, PLAN_KEY: used}
+        return {**result, PLAN_KEY: usage}
 
     def _find_created_ids(self, new_shapes: Mapping[str, Mapping[str, Any]]) -> dict[str, str]:
         """Return the ids of the objects that the completed actions have created, by name.
@@ -325,10 +325,10 @@ class _Run:
         """
         if not self.client.is_planning or self.predict_only:
             return result
-        costs, unknown = estimate_costs(self.completed_actions, shapes, self.client.typical_costs)
+        costs, unknown_costs = estimate_costs(self.completed_actions, shapes, self.client.typical_costs)
         conditional_actions = [action for action in plan.actions if action.condition]
         failures = [*self.failures.values(), *plan.unexpected_failures]
-        conditional = [*conditional_actions, *(each for each in failures if each.condition)]
+        conditional_steps = [*conditional_actions, *(each for each in failures if each.condition)]
         entry = _make_plan_entry(
             self.client,
             actions=describe_actions(plan.actions),
@@ -339,7 +339,7 @@ class _Run:
             reads=dict(reads),
             created={name: id for name, id in self._find_created_ids(planned_shapes).items() if is_planned_id(id)},
             costs=costs,
-            unknown=[*dict.fromkeys(each.condition for each in conditional), *unknown],
+            unknown=[*dict.fromkeys(each.condition for each in conditional_steps), *unknown_costs],
             failure=result["msg"] if result.get("failed") else None,
         )
         return {**result, PLAN_KEY: entry}
@@ -416,7 +416,7 @@ class _Run:
                 "changed": bool(actions),
                 "actions": actions,
                 "failed": name in self.failures,
-                "failure": self.failures[name].as_dict() if name in self.failures else None,
+                "failure": self.failures[name].to_dict() if name in self.failures else None,
             }
             for name, actions in verbs.items()
             if name

@@ -39,10 +39,10 @@ from ansible_collections.grove.sandbox.plugins.module_utils._plan import (
 )
 from ansible_collections.grove.sandbox.plugins.module_utils._shapes import (
     SANDBOX_KEYS,
+    make_sandbox_shape,
+    make_snapshot_shape,
+    make_template_shape,
     parse_time,
-    sandbox_shape,
-    snapshot_shape,
-    template_shape,
 )
 
 if TYPE_CHECKING:
@@ -167,13 +167,13 @@ def find_sandboxes(client: Client, refs: tuple[str, ...]) -> dict[str, dict[str,
     if len(refs) == 1:
         # Use the list, because a request for a single sandbox makes the gateway check whether it has diverged.
         for detail in client.list_all("/sandboxes", name=refs[0]):
-            return {refs[0]: sandbox_shape(detail)}
+            return {refs[0]: make_sandbox_shape(detail)}
         detail = client.find(f"/sandboxes/{refs[0]}") if ID_PATTERN.fullmatch(refs[0]) else None
-        return {} if detail is None else {refs[0]: sandbox_shape(detail)}
+        return {} if detail is None else {refs[0]: make_sandbox_shape(detail)}
     shapes: dict[str, dict[str, Any]] = {}
     requested_refs = set(refs)
     for detail in client.list_all("/sandboxes"):
-        shape = sandbox_shape(detail)
+        shape = make_sandbox_shape(detail)
         for ref in requested_refs.intersection((shape["name"], shape["id"])):
             # A name takes precedence over an id, as in the gateway.
             if ref not in shapes or shape["name"] == ref:
@@ -184,7 +184,7 @@ def find_sandboxes(client: Client, refs: tuple[str, ...]) -> dict[str, dict[str,
 def find_source(client: Client, kind: str, ref: str) -> dict[str, Any]:
     """Return the shape of a template or snapshot. Raises Failure if it does not exist."""
     entry = client.get(f"/{kind}s/{quote_segment(ref)}")
-    return template_shape(entry) if kind == "template" else snapshot_shape(entry)
+    return make_template_shape(entry) if kind == "template" else make_snapshot_shape(entry)
 
 
 def make_view(shape: Mapping[str, Any]) -> dict[str, Any]:
@@ -218,31 +218,33 @@ def plan(want: DesiredState, have: CurrentState) -> Plan:
 
 
 def _plan_sandbox(want: DesiredState, have: CurrentState, name: str) -> list[Action]:
-    current = have.resources.get(name)
+    current_shape = have.resources.get(name)
     if want.state == "absent":
-        return [] if current is None else [plan_removal(name, current)]
-    if current is None:
+        return [] if current_shape is None else [plan_removal(name, current_shape)]
+    if current_shape is None:
         return [_plan_creation(want, have, name)]
-    differences = _find_fixed_differences(want, have, current)
+    differences = _find_fixed_differences(want, have, current_shape)
     if differences and want.recreate:
-        return [_plan_replacement(want, have, name, current)]
+        return [_plan_replacement(want, have, name, current_shape)]
     if differences:
         raise Failure(
             f"sandbox {name!r} {' and '.join(differences)}, which cannot change during its lifetime: set "
             "recreate: true to replace it, which loses its contents",
             "conflict",
-            blockers=[current["id"]],
+            blockers=[current_shape["id"]],
         )
-    return _plan_changes(want, have, name, current)
+    return _plan_changes(want, have, name, current_shape)
 
 
-def _find_fixed_differences(want: DesiredState, have: CurrentState, current: Mapping[str, Any]) -> list[str]:
+def _find_fixed_differences(want: DesiredState, have: CurrentState, current_shape: Mapping[str, Any]) -> list[str]:
     differences = []
-    if have.source is not None and current["forked_from"] != have.source["id"]:
-        differences.append(f"was created from {current['forked_from']}, not from {want.source_kind} {want.source!r}")
+    if have.source is not None and current_shape["forked_from"] != have.source["id"]:
+        differences.append(
+            f"was created from {current_shape['forked_from']}, not from {want.source_kind} {want.source!r}"
+        )
     for key, value in want.sizes.items():
-        if current[key] != value:
-            differences.append(f"has {key} {current[key]}, not {value}")
+        if current_shape[key] != value:
+            differences.append(f"has {key} {current_shape[key]}, not {value}")
     return differences
 
 
@@ -260,20 +262,20 @@ def _plan_creation(want: DesiredState, have: CurrentState, name: str) -> Action:
     return Action("create", (Change(name, None, _make_new_view(want, name, have.source)),), request)
 
 
-def _plan_replacement(want: DesiredState, have: CurrentState, name: str, current: Mapping[str, Any]) -> Action:
+def _plan_replacement(want: DesiredState, have: CurrentState, name: str, current_shape: Mapping[str, Any]) -> Action:
     source = have.source
     if source is None:
         raise Failure(f"replacing sandbox {name!r} requires a source: set 'template' or 'snapshot'")
     check_sizes(want.sizes, source, want.cold_start)
     check_mounts(want.mounts, source, have.volumes)
     request = {
-        "id": current["id"],
-        "temporary_name": make_temporary_name(current["name"], current["id"]),
-        "body": _build_request_body(want, current["name"], source),
+        "id": current_shape["id"],
+        "temporary_name": make_temporary_name(current_shape["name"], current_shape["id"]),
+        "body": _build_request_body(want, current_shape["name"], source),
         "ref": (want.source_kind, want.source),
     }
-    after = _make_new_view(want, current["name"], source)
-    return Action("replace", (Change(name, keep_common_keys(make_view(current), after), after),), request)
+    after = _make_new_view(want, current_shape["name"], source)
+    return Action("replace", (Change(name, keep_common_keys(make_view(current_shape), after), after),), request)
 
 
 def _make_new_view(want: DesiredState, name: str, source: Mapping[str, Any]) -> dict[str, Any]:
@@ -350,31 +352,31 @@ def _build_network_fields(network: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def _plan_changes(want: DesiredState, have: CurrentState, name: str, current: Mapping[str, Any]) -> list[Action]:
+def _plan_changes(want: DesiredState, have: CurrentState, name: str, current_shape: Mapping[str, Any]) -> list[Action]:
     """Return the actions that change an existing sandbox. Resuming comes first, and pausing comes last."""
-    before = make_view(current)
+    before = make_view(current_shape)
     actions: list[Action] = []
 
     def add_step(verb: str, request: Mapping[str, Any], **changes: Any) -> None:
         nonlocal before
         after = {**before, **changes}
-        actions.append(Action(verb, (Change(name, before, after),), {"id": current["id"], **request}))
+        actions.append(Action(verb, (Change(name, before, after),), {"id": current_shape["id"], **request}))
         before = after
 
     check_volumes_exist(want.mounts, have.volumes)
-    if want.state == "running" and current["state"] == "paused":
+    if want.state == "running" and current_shape["state"] == "paused":
         add_step("resume", {}, state="running")
     network = {**before["network"], **(want.network or {})}
     if network != before["network"]:
         add_step("set_network", {"body": _build_network_fields(network)}, network=network)
     if want.metadata is not None and want.metadata != before["metadata"]:
         add_step("update", {"body": {"metadata": dict(want.metadata)}}, metadata=dict(want.metadata))
-    actions += plan_remounts(name, current, before, want.mounts)
+    actions += plan_remounts(name, current_shape, before, want.mounts)
     before = get_final_view(actions, before)
     if lifetime_differs(want.timeout, before["timeout"]):
         add_step(
             "set_timeout",
-            {"end": compute_lifetime_end(want.timeout, name, current, have.gateway_time)},
+            {"end": compute_lifetime_end(want.timeout, name, current_shape, have.gateway_time)},
             timeout=want.timeout,
         )
     if want.state == "paused" and before["state"] == "running":
@@ -383,20 +385,20 @@ def _plan_changes(want: DesiredState, have: CurrentState, name: str, current: Ma
 
 
 def plan_remounts(
-    name: str, current: Mapping[str, Any], before: Mapping[str, Any], mounts: tuple[Mount, ...] | None
+    name: str, current_shape: Mapping[str, Any], before: Mapping[str, Any], mounts: tuple[Mount, ...] | None
 ) -> list[Action]:
     """Return the actions that replace the mounts in the view ``before`` with ``mounts``. Detaching comes first."""
     requested_mounts = [] if mounts is None else [mount.make_view() for mount in mounts]
     surplus_mounts = [] if mounts is None else [each for each in before["volumes"] if each not in requested_mounts]
     missing_mounts = [mount for mount in mounts or () if mount.make_view() not in before["volumes"]]
     if missing_mounts:
-        check_running(name, before, current["id"])
+        check_running(name, before, current_shape["id"])
     actions = []
 
     def add_step(verb: str, request: Mapping[str, Any], volumes: list[Any]) -> None:
         nonlocal before
         after = {**before, "volumes": sorted(volumes, key=lambda each: each["path"])}
-        actions.append(Action(verb, (Change(name, before, after),), {"id": current["id"], **request}))
+        actions.append(Action(verb, (Change(name, before, after),), {"id": current_shape["id"], **request}))
         before = after
 
     for each in surplus_mounts:
@@ -420,27 +422,29 @@ def lifetime_differs(timeout: int | None, lifetime: int) -> bool:
     return abs(timeout - lifetime) > LIFETIME_TOLERANCE_SECONDS
 
 
-def compute_lifetime_end(timeout: int | None, name: str, current: Mapping[str, Any], now: datetime) -> datetime | None:
+def compute_lifetime_end(
+    timeout: int | None, name: str, current_shape: Mapping[str, Any], now: datetime
+) -> datetime | None:
     """Return the end of a lifetime of ``timeout`` seconds from the sandbox's creation, or None if it is unlimited.
 
     Raises Failure if that time has already passed.
     """
-    created_at = parse_time(current["created_at"])
+    created_at = parse_time(current_shape["created_at"])
     if timeout in (None, UNLIMITED_TIMEOUT) or created_at is None:
         return None
     end = created_at + timedelta(seconds=timeout)
     if end <= now:
         raise Failure(
-            f"sandbox {name!r} was created at {current['created_at']} and is already older than the timeout of "
+            f"sandbox {name!r} was created at {current_shape['created_at']} and is already older than the timeout of "
             f"{timeout} s: set a longer timeout, or remove the sandbox with state: absent",
             "conflict",
-            blockers=[current["id"]],
+            blockers=[current_shape["id"]],
         )
     return end
 
 
-def plan_removal(name: str, current: Mapping[str, Any]) -> Action:
-    return Action("remove", (Change(name, make_view(current), None),), {"id": current["id"]})
+def plan_removal(name: str, current_shape: Mapping[str, Any]) -> Action:
+    return Action("remove", (Change(name, make_view(current_shape), None),), {"id": current_shape["id"]})
 
 
 def apply(action: Action, client: Client) -> dict[str, Failure]:

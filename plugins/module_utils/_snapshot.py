@@ -29,8 +29,8 @@ from ansible_collections.grove.sandbox.plugins.module_utils._plan import (
 )
 from ansible_collections.grove.sandbox.plugins.module_utils._shapes import (
     SNAPSHOT_KEYS,
-    sandbox_shape,
-    snapshot_shape,
+    make_sandbox_shape,
+    make_snapshot_shape,
 )
 from ansible_collections.grove.sandbox.plugins.module_utils._snapshot_files import (
     PRIVATE_MODE,
@@ -206,13 +206,13 @@ def observe(client: Client, want: DesiredState) -> CurrentState:
         # A snapshot can outlive its sandbox, so only sandboxes with missing snapshots have to exist.
         detail = client.get(path) if ref in refs_to_capture else client.find(path)
         if detail is not None:
-            sandboxes[ref] = sandbox_shape(detail)
+            sandboxes[ref] = make_sandbox_shape(detail)
     heads = {}
     if want.when_changed:
         for ref in refs_to_capture:
             head = client.find(f"/snapshots/{quote_segment(sandboxes[ref]['snapshot_id'] or '-')}")
             if head is not None and head.get("kind", "snapshot") == "snapshot":
-                heads[head["snapshotID"]] = snapshot_shape(head)
+                heads[head["snapshotID"]] = make_snapshot_shape(head)
     return CurrentState(
         resources,
         sandboxes,
@@ -231,7 +231,7 @@ def find_snapshots(client: Client, refs: tuple[str, ...]) -> dict[str, dict[str,
         snapshot = client.find(f"/snapshots/{quote_segment(ref)}")
         # The gateway also returns templates here.
         if snapshot is not None and snapshot.get("kind", "snapshot") == "snapshot":
-            shapes[ref] = snapshot_shape(snapshot)
+            shapes[ref] = make_snapshot_shape(snapshot)
     return shapes
 
 
@@ -270,15 +270,15 @@ def plan(want: DesiredState, have: CurrentState) -> Plan:
 
 
 def _plan_snapshot(want: DesiredState, have: CurrentState, name: str) -> list[Action]:
-    current = have.resources.get(name)
+    current_shape = have.resources.get(name)
     if want.state == "absent":
-        return [] if current is None else [_plan_removal(want, have, name, current)]
+        return [] if current_shape is None else [_plan_removal(want, have, name, current_shape)]
     if have.file_failure is not None:
         raise have.file_failure
-    if current is not None:
-        _check_matches(want, have, name, current)
-        prewarm_actions = plan_prewarm(name, current, make_view(current), want.prewarm, SNAPSHOT)
-        return [*prewarm_actions, *_plan_export(want, have, name, make_view(current), current)]
+    if current_shape is not None:
+        _check_differences(want, have, name, current_shape)
+        prewarm_actions = plan_prewarm(name, current_shape, make_view(current_shape), want.prewarm, SNAPSHOT)
+        return [*prewarm_actions, *_plan_export(want, have, name, make_view(current_shape), current_shape)]
     if name in have.taken_names:
         raise _refusals.create_name_taken_error(name, have.taken_names[name])
     if want.import_from:
@@ -307,9 +307,9 @@ def _plan_export(
     have: CurrentState,
     name: str,
     current_view: Mapping[str, Any],
-    current: Mapping[str, Any] | None = None,
+    current_shape: Mapping[str, Any] | None = None,
 ) -> list[Action]:
-    """Plan to export a snapshot, unless the file already contains it. ``current`` is None for a new snapshot."""
+    """Plan to export a snapshot, unless the file already contains it. ``current_shape`` is None for a new snapshot."""
     if not want.export_to:
         return []
     if current_view["volumes"]:
@@ -318,7 +318,7 @@ def _plan_export(
             "export that",
             "unsupported",
         )
-    if current is not None and have.file is not None and _is_exported(current, have.file):
+    if current_shape is not None and have.file is not None and _is_exported(current_shape, have.file):
         return _plan_private_file(want, have.file, name, current_view)
     after = {**current_view, "exported_to": want.export_to}
     return [Action("export", (Change(name, current_view, after, SNAPSHOT),), {"name": name, "file": want.export_to})]
@@ -398,15 +398,15 @@ def _plan_capture(
 
 
 def plan_prewarm(
-    name: str, current: Mapping[str, Any], before: Mapping[str, Any], count: int | None, kind: str
+    name: str, current_shape: Mapping[str, Any], before: Mapping[str, Any], count: int | None, kind: str
 ) -> list[Action]:
     """Plan to keep ``count`` forks of an existing snapshot or template ready. ``before`` is its current view."""
-    if count is None or count == current["prewarm"]:
+    if count is None or count == current_shape["prewarm"]:
         return []
-    if count and current["memory"] == "none":
+    if count and current_shape["memory"] == "none":
         raise _refusals.create_prewarm_without_memory_error(kind, name)
-    before = {**before, "prewarm": current["prewarm"]}
-    request = {"path": f"/snapshots/{quote_segment(current['id'])}/prewarm", "count": count}
+    before = {**before, "prewarm": current_shape["prewarm"]}
+    request = {"path": f"/snapshots/{quote_segment(current_shape['id'])}/prewarm", "count": count}
     return [Action("prewarm", (Change(name, before, {**before, "prewarm": count}, kind),), request)]
 
 
@@ -443,53 +443,57 @@ def find_unchanged_snapshot(
     return head if set(want.volumes or ()) <= set(head["volumes"]) else None
 
 
-def _check_matches(want: DesiredState, have: CurrentState, name: str, current: Mapping[str, Any]) -> None:
+def _check_differences(want: DesiredState, have: CurrentState, name: str, current_shape: Mapping[str, Any]) -> None:
     """Raise Failure if the existing snapshot differs from the request, because snapshots cannot change."""
     if want.import_from:
-        _check_import_origin(want, have, name, current)
+        _check_import_origin(want, have, name, current_shape)
         return
     sandbox = have.sandboxes.get(want.sandboxes.get(name, ""))
     differences = []
-    if sandbox is not None and current["source_sandbox_id"] != sandbox["id"]:
-        differences.append(f"captures sandbox {current['source_sandbox_id']}, not {want.sandboxes[name]!r}")
-    if want.description is not None and current["description"] != want.description:
-        differences.append(f"has the description {current['description']!r}")
-    if want.memory == "none" and current["memory"] != "none":
+    if sandbox is not None and current_shape["source_sandbox_id"] != sandbox["id"]:
+        differences.append(f"captures sandbox {current_shape['source_sandbox_id']}, not {want.sandboxes[name]!r}")
+    if want.description is not None and current_shape["description"] != want.description:
+        differences.append(f"has the description {current_shape['description']!r}")
+    if want.memory == "none" and current_shape["memory"] != "none":
         differences.append("includes memory")
-    if want.volumes is not None and current["volumes"] != sorted(want.volumes):
+    if want.volumes is not None and current_shape["volumes"] != sorted(want.volumes):
         differences.append(
-            f"includes the volumes {', '.join(current['volumes'])}" if current["volumes"] else "includes no volumes"
+            f"includes the volumes {', '.join(current_shape['volumes'])}"
+            if current_shape["volumes"]
+            else "includes no volumes"
         )
     if differences:
         raise Failure(
             f"snapshot {name!r} already exists and {' and '.join(differences)}: a snapshot never changes, so choose "
             "another name, or remove it first with state: absent",
             "conflict",
-            blockers=[current["id"]],
+            blockers=[current_shape["id"]],
         )
 
 
-def _check_import_origin(want: DesiredState, have: CurrentState, name: str, current: Mapping[str, Any]) -> None:
+def _check_import_origin(want: DesiredState, have: CurrentState, name: str, current_shape: Mapping[str, Any]) -> None:
     """Raise Failure unless the existing snapshot was imported from the file. The snapshot can outlive the file."""
-    if current["imported_from"] and have.file is None:
+    if current_shape["imported_from"] and have.file is None:
         return
-    if have.file is None or current["imported_from"] != have.file.snapshot_id:
+    if have.file is None or current_shape["imported_from"] != have.file.snapshot_id:
         origin = (
-            f"was imported from snapshot {current['imported_from']}" if current["imported_from"] else "was captured"
+            f"was imported from snapshot {current_shape['imported_from']}"
+            if current_shape["imported_from"]
+            else "was captured"
         )
         contents = f"contains snapshot {have.file.snapshot_id}" if have.file else "does not exist"
         raise Failure(
             f"snapshot {name!r} already exists and {origin}, but {want.import_from} {contents}: choose another name, "
             "or remove the snapshot first with state: absent",
             "conflict",
-            blockers=[current["id"]],
+            blockers=[current_shape["id"]],
         )
 
 
-def _plan_removal(want: DesiredState, have: CurrentState, name: str, current: Mapping[str, Any]) -> Action:
-    check_unused("snapshot", name, have.users.get(current["id"]))
-    request = {"path": f"/snapshots/{quote_segment(current['id'])}", "when_unused": want.when_unused}
-    return Action("remove", (Change(name, make_view(current), None, SNAPSHOT),), request)
+def _plan_removal(want: DesiredState, have: CurrentState, name: str, current_shape: Mapping[str, Any]) -> Action:
+    check_unused("snapshot", name, have.users.get(current_shape["id"]))
+    request = {"path": f"/snapshots/{quote_segment(current_shape['id'])}", "when_unused": want.when_unused}
+    return Action("remove", (Change(name, make_view(current_shape), None, SNAPSHOT),), request)
 
 
 def check_unused(kind: str, name: str, users: Users | None) -> None:

@@ -28,7 +28,11 @@ from ansible_collections.grove.sandbox.plugins.module_utils._plan import (
     require_minimum,
     validate_names,
 )
-from ansible_collections.grove.sandbox.plugins.module_utils._shapes import VOLUME_KEYS, sandbox_shape, volume_shape
+from ansible_collections.grove.sandbox.plugins.module_utils._shapes import (
+    VOLUME_KEYS,
+    make_sandbox_shape,
+    make_volume_shape,
+)
 
 if TYPE_CHECKING:
     from ansible_collections.grove.sandbox.plugins.module_utils._client import Client
@@ -156,7 +160,7 @@ def observe(client: Client, want: DesiredState) -> CurrentState:
         entry = client.find(f"/volumes/{quote_segment(name)}")
         if entry is not None:
             snapshots = list(client.list_all(f"/volumes/{quote_segment(name)}/snapshots"))
-            resources[name] = volume_shape(entry, snapshots)
+            resources[name] = make_volume_shape(entry, snapshots)
             snapshot_refs[name] = frozenset(ref for each in snapshots for ref in (each["name"], each["snapshotID"]))
     if want.state == "absent":
         return CurrentState(resources, snapshot_refs)
@@ -164,7 +168,7 @@ def observe(client: Client, want: DesiredState) -> CurrentState:
     for ref in want.attachments or ():
         detail = client.find(f"/sandboxes/{quote_segment(ref)}")
         if detail is not None:
-            sandboxes[ref] = sandbox_shape(detail)
+            sandboxes[ref] = make_sandbox_shape(detail)
     missing_names = [name for name in want.names if name not in resources]
     taken_names = find_taken_names(client, missing_names, excluded_kind="volume")
     return CurrentState(resources, snapshot_refs, sandboxes, _find_source(client, want), taken_names)
@@ -198,20 +202,20 @@ def plan(want: DesiredState, have: CurrentState) -> Plan:
 
 
 def _plan_volume(want: DesiredState, have: CurrentState, name: str) -> list[Action]:
-    current = have.resources.get(name)
+    current_shape = have.resources.get(name)
     if want.state == "absent":
-        return [] if current is None else _plan_removal(want, name, current)
+        return [] if current_shape is None else _plan_removal(want, name, current_shape)
     volume_plan = _VolumePlan(want, have, name)
-    if current is None:
+    if current_shape is None:
         volume_plan.plan_creation()
     else:
-        volume_plan.before = make_view(current)
-        _check_matches(want, have, name, current)
-    volume_plan.plan_detach()
+        volume_plan.before = make_view(current_shape)
+        _check_source(want, have, name, current_shape)
+    volume_plan.plan_detachment()
     volume_plan.plan_capture()
     volume_plan.plan_rollback()
-    volume_plan.plan_grow()
-    volume_plan.plan_attach()
+    volume_plan.plan_growth()
+    volume_plan.plan_attachment()
     volume_plan.plan_snapshot_removal()
     return volume_plan.actions
 
@@ -285,7 +289,7 @@ class _VolumePlan:
                 raise Failure(f"sandbox {entry['sandbox']!r} is listed twice, by its name and by its id: list it once")
         return attachments
 
-    def plan_detach(self) -> None:
+    def plan_detachment(self) -> None:
         if self.want.attachments is None:
             return
         requested_properties = [_get_fixed_properties(entry) for entry in self._list_requested_attachments()]
@@ -324,7 +328,7 @@ class _VolumePlan:
             raise _refusals.create_volume_has_writers_error(self.name, writers)
         self._add_step("rollback", {"snapshot": target, "force": self.want.force}, content_of=target)
 
-    def plan_grow(self) -> None:
+    def plan_growth(self) -> None:
         size_mb = self.want.size_mb
         if size_mb is None or size_mb == self._current_view["size_mb"]:
             return
@@ -332,7 +336,7 @@ class _VolumePlan:
             raise _refusals.create_volume_cannot_shrink_error(self.name, self._current_view["size_mb"], size_mb)
         self._add_step("grow", {"size_mb": size_mb}, size_mb=size_mb)
 
-    def plan_attach(self) -> None:
+    def plan_attachment(self) -> None:
         if self.want.attachments is None:
             return
         existing_properties = [_get_fixed_properties(each) for each in self._current_view["attachments"]]
@@ -362,13 +366,13 @@ def _get_fixed_properties(entry: Mapping[str, Any]) -> tuple[str, str, bool]:
     return entry["sandbox_id"], entry["path"], entry["read_only"]
 
 
-def _check_matches(want: DesiredState, have: CurrentState, name: str, current: Mapping[str, Any]) -> None:
+def _check_source(want: DesiredState, have: CurrentState, name: str, current_shape: Mapping[str, Any]) -> None:
     """Raise Failure if the volume was created from another source, unless the requested snapshot no longer exists."""
     if (
         want.source is not None
-        and (have.source or {}).get("snapshotID", current["from_snapshot"]) != current["from_snapshot"]
+        and (have.source or {}).get("snapshotID", current_shape["from_snapshot"]) != current_shape["from_snapshot"]
     ):
-        origin_text = f"from snapshot {current['from_snapshot']}" if current["from_snapshot"] else "empty"
+        origin_text = f"from snapshot {current_shape['from_snapshot']}" if current_shape["from_snapshot"] else "empty"
         raise Failure(
             f"volume {name!r} was created {origin_text}, not from {'@'.join(want.source)}, which cannot change: choose "
             "another name, or remove it first with state: absent, which loses its contents",
@@ -376,35 +380,42 @@ def _check_matches(want: DesiredState, have: CurrentState, name: str, current: M
         )
 
 
-def _plan_removal(want: DesiredState, name: str, current: Mapping[str, Any]) -> list[Action]:
+def _plan_removal(want: DesiredState, name: str, current_shape: Mapping[str, Any]) -> list[Action]:
     """Return the actions that detach the volume, if requested, and remove it.
 
     Raises Failure if something prevents the removal. Its message lists all reasons.
     """
-    before = make_view(current)
+    before = make_view(current_shape)
     should_detach = want.attachments is not None
     reasons = []
-    if current["attachments"] and not should_detach:
-        sandboxes_text = ", ".join(each["sandbox"] for each in current["attachments"])
+    if current_shape["attachments"] and not should_detach:
+        sandboxes_text = ", ".join(each["sandbox"] for each in current_shape["attachments"])
         reasons.append(f"is mounted in {sandboxes_text} (set attachments: [] to detach it)")
-    if current["snapshots"] and not want.purge:
-        reasons.append(f"has snapshots: {', '.join(current['snapshots'])} (set purge: true to remove them as well)")
-    if current["captured_by"]:
+    if current_shape["snapshots"] and not want.purge:
         reasons.append(
-            f"is part of snapshots of sandboxes ({', '.join(current['captured_by'])}), which must be removed first"
+            f"has snapshots: {', '.join(current_shape['snapshots'])} (set purge: true to remove them as well)"
+        )
+    if current_shape["captured_by"]:
+        reasons.append(
+            f"is part of snapshots of sandboxes ({', '.join(current_shape['captured_by'])}), which must be removed "
+            "first"
         )
     if reasons:
-        sandbox_ids = [] if should_detach else [each["sandbox_id"] for each in current["attachments"]]
-        remaining_snapshots = [] if want.purge else current["snapshots"]
+        sandbox_ids = [] if should_detach else [each["sandbox_id"] for each in current_shape["attachments"]]
+        remaining_snapshots = [] if want.purge else current_shape["snapshots"]
         raise Failure(
             f"volume {name!r} {' and '.join(reasons)}",
             "in_use",
-            blockers=[*sandbox_ids, *remaining_snapshots, *current["captured_by"]],
+            blockers=[*sandbox_ids, *remaining_snapshots, *current_shape["captured_by"]],
         )
     actions = []
-    for number, entry in enumerate(current["attachments"], 1):
-        after: dict[str, Any] | None = {**before, "attachments": current["attachments"][number:]}
-        if current["owner_sandbox_id"] and number == len(current["attachments"]) and not current["snapshots"]:
+    for number, entry in enumerate(current_shape["attachments"], 1):
+        after: dict[str, Any] | None = {**before, "attachments": current_shape["attachments"][number:]}
+        if (
+            current_shape["owner_sandbox_id"]
+            and number == len(current_shape["attachments"])
+            and not current_shape["snapshots"]
+        ):
             after = None
         actions.append(Action("detach", (Change(name, before, after, VOLUME),), {"sandbox": entry["sandbox_id"]}))
         if after is None:

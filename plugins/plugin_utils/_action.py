@@ -24,7 +24,7 @@ from ansible_collections.grove.sandbox.plugins.module_utils._info import Listing
 from ansible_collections.grove.sandbox.plugins.module_utils._module import (
     TOKEN_VARIABLE,
     URL_VARIABLE,
-    argument_spec,
+    make_argument_spec,
 )
 from ansible_collections.grove.sandbox.plugins.module_utils._run import PLAN_KEY, SESSION_KEY, make_failure_result, run
 from ansible_collections.grove.sandbox.plugins.plugin_utils import _check_run, _plan_journal
@@ -160,7 +160,7 @@ class GatewayAction(ActionBase):
             "validate_certs": boolean(args.get("validate_certs", True)),
         }
         if args.get("is_async"):
-            _check_run.record_session_of_run(reference)
+            _check_run.record_run_session(reference)
         else:
             _check_run.record_open_session({**reference, "session": session})
 
@@ -260,7 +260,7 @@ class GatewayAction(ActionBase):
     def _run_in_process(self, args: dict[str, Any]) -> dict[str, Any]:
         rules = self.resource_kind.RULES
         validation = ArgumentSpecValidator(
-            argument_spec(self.resource_kind),
+            make_argument_spec(self.resource_kind),
             mutually_exclusive=rules.get("mutually_exclusive"),
             required_together=rules.get("required_together"),
             required_one_of=rules.get("required_one_of"),

@@ -107,7 +107,7 @@ def record_open_session(session: dict[str, Any]) -> None:
         file.write(text)
 
 
-def record_session_of_run(gateway: dict[str, Any]) -> None:
+def record_run_session(gateway: dict[str, Any]) -> None:
     """Record the session of this check run in ``gateway`` for ``end_sessions``, although no task has reported it.
 
     Opens the session if no task has done so yet. Does nothing if this host cannot reach the gateway.
@@ -121,7 +121,7 @@ def record_session_of_run(gateway: dict[str, Any]) -> None:
 
 @contextlib.contextmanager
 def _gateway_connected(gateway: dict[str, Any]) -> Iterator[Client]:
-    """Yield a client for a gateway; see ``record_session_of_run``. Raises Failure."""
+    """Yield a client for a gateway; see ``record_run_session``. Raises Failure."""
     client = Client(
         gateway["url"], gateway["token"], gateway["ca_path"], gateway["validate_certs"], _END_TIMEOUT_SECONDS
     )

@@ -14,7 +14,7 @@ from typing import Any
 from ansible_collections.grove.sandbox.plugins.module_utils._client import Client
 from ansible_collections.grove.sandbox.plugins.module_utils._failure import Failure
 from ansible_collections.grove.sandbox.plugins.module_utils._plan import hide_unknown_values
-from ansible_collections.grove.sandbox.plugins.module_utils._shapes import sandbox_shape
+from ansible_collections.grove.sandbox.plugins.module_utils._shapes import make_sandbox_shape
 from ansible_collections.grove.sandbox.plugins.plugin_utils._gateways import Gateway
 
 GATEWAY_KEYS = ("name", "url", "token", "token_file", "ca_path", "validate_certs", "timeout")
@@ -36,7 +36,7 @@ def observe(client: Client) -> list[dict[str, Any]]:
     names_by_id.update({each["snapshotID"]: (each.get("names") or [""])[0] for each in client.list_all("/snapshots")})
     sandboxes = []
     for detail in client.list_all("/sandboxes"):
-        shape = sandbox_shape(detail)
+        shape = make_sandbox_shape(detail)
         if not _NAME.fullmatch(str(shape["id"])):
             raise Failure(f"{shape['id']!r} is not the id of a sandbox: check that {client.address.url} is a gateway")
         shape["template"] = detail.get("alias") or names_by_id.get(shape["template_id"]) or shape["template_id"]

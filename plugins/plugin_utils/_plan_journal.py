@@ -193,10 +193,10 @@ def task_approved(plan: dict[str, Any], task_key: dict[str, str]) -> Iterator[di
         yield option
 
 
-def mark_entry_used(used: dict[str, Any]) -> None:
-    """Record that a task has used an entry. ``used``: the value of ``_run.PLAN_KEY`` in the task's result."""
+def mark_entry_used(usage: dict[str, Any]) -> None:
+    """Record that a task has used an entry. ``usage``: the value of ``_run.PLAN_KEY`` in the task's result."""
     with _locked_state() as state:
-        update_state(state, used)
+        update_state(state, usage)
         _write(_APPLIED_NAME, state)
 
 

@@ -20,7 +20,7 @@ from collections.abc import Iterator
 from typing import Any, BinaryIO
 from urllib.parse import urlencode
 
-from ansible_collections.grove.sandbox.plugins.module_utils._client import Client, read_at_most
+from ansible_collections.grove.sandbox.plugins.module_utils._client import Client, read_limited_response
 from ansible_collections.grove.sandbox.plugins.module_utils._failure import Failure
 
 AGENT_PORT = 49983
@@ -242,7 +242,7 @@ class Channel(Client):
 
     def _read_short_response(self, request: str, response: http.client.HTTPResponse) -> bytes:
         """Return the rest of a short response. Raises Failure if it is too long."""
-        data = read_at_most(_MAX_RESPONSE_BYTES, response)
+        data = read_limited_response(_MAX_RESPONSE_BYTES, response)
         if data is None:
             raise self.create_invalid_response_error(
                 f"its response to {request} is longer than {_MAX_RESPONSE_BYTES} bytes"
@@ -258,7 +258,7 @@ class Channel(Client):
 
 
 class Process:
-    """A process in the sandbox. ``exit_code`` is set when the iterator ``output`` is exhausted."""
+    """A process in the sandbox. ``exit_code`` is set when the iterator ``read_output`` is exhausted."""
 
     def __init__(
         self, channel: Channel, connection: http.client.HTTPConnection, response: http.client.HTTPResponse
@@ -273,7 +273,7 @@ class Process:
         self._feeder: threading.Thread | None = None
         self._feeder_failure: Failure | None = None
 
-    def output(self) -> Iterator[tuple[str, bytes]]:
+    def read_output(self) -> Iterator[tuple[str, bytes]]:
         """Yield ``("stdout"|"stderr", data)`` as it arrives, and ``("", b"")`` for a heartbeat.
 
         The first item is a heartbeat, which means that the process has started.

@@ -52,8 +52,8 @@ def choose_accelerator(arguments):
 
 def find_newest_kernel(directory):
     """Return the newest readable kernel in ``directory``, or None."""
-    readable = [path for path in directory.glob("vmlinuz-*") if os.access(str(path), os.R_OK)]
-    return max(readable, key=lambda path: [int(part) for part in re.findall(r"\d+", path.name)], default=None)
+    readable_paths = [path for path in directory.glob("vmlinuz-*") if os.access(str(path), os.R_OK)]
+    return max(readable_paths, key=lambda path: [int(part) for part in re.findall(r"\d+", path.name)], default=None)
 
 
 def download_kernel(directory):

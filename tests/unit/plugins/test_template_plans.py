@@ -7,12 +7,12 @@ from typing import Any
 import pytest
 from ansible_collections.grove.sandbox.plugins.module_utils import _template
 from ansible_collections.grove.sandbox.plugins.module_utils._plan import Plan, diff, predict
-from ansible_collections.grove.sandbox.plugins.module_utils._shapes import RECIPE_FIELDS, template_shape
+from ansible_collections.grove.sandbox.plugins.module_utils._shapes import RECIPE_FIELDS, make_template_shape
 
 
 def plan(template: dict[str, Any], **options: Any) -> Plan:
     desired_state = _template.parse_desired_state(make_parameters(**options))
-    return _template.plan(desired_state, _template.CurrentState({"web": template_shape(template)}))
+    return _template.plan(desired_state, _template.CurrentState({"web": make_template_shape(template)}))
 
 
 def make_parameters(**options: Any) -> dict[str, Any]:
@@ -74,7 +74,7 @@ def test_a_different_prewarm_count_changes_only_the_count() -> None:
     assert {
         key for key, value in template_diff["before"]["web"].items() if template_diff["after"]["web"][key] != value
     } == {"prewarm"}
-    shape = template_shape(current_template)
+    shape = make_template_shape(current_template)
     assert predict({"web": shape}, [action])["web"] == {**shape, "prewarm": 3}
 
 
