@@ -139,8 +139,8 @@ def fill_values_from_session(
     """Return the predicted shapes, with None replaced by the values of the session, except for measurements.
 
     ``planned_shapes``: the shapes of the same objects in the session. Later tasks use the ids that it gave to new
-    objects. Whether a sandbox has diverged is unknown if the session does not know it. Objects that the session has already
-    removed again are omitted, such as snapshots that a retention rule does not keep.
+    objects. Whether a sandbox has diverged is unknown if the session does not know it. Objects that the session has
+    already removed again are omitted, such as snapshots that a retention rule does not keep.
     """
     result = {}
     for name, shape in predicted_shapes.items():
