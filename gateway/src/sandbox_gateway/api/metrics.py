@@ -58,7 +58,7 @@ class Metrics:
         )
         self._pause_histogram = Histogram(
             "sandbox_gateway_pause_seconds",
-            "Time for which a source was paused while it was captured.",
+            "Time that a source was paused during its capture.",
             ("memory",),
             registry=self.registry,
             buckets=_PAUSE_BUCKETS,

@@ -38,7 +38,7 @@ _MAX_UNSPLIT_BYTES = 16 << 10
 _LARGE_RESPONSE_TYPE = "sandbox_gateway.large_response"
 """The type of the ASGI message that a response sends to pass itself to ``LargeResponseMiddleware``."""
 _unsent_bytes: Counter[str] = Counter()
-"""The size of the responses that count as unsent, by the owner of the limit, worded as in error messages."""
+"""The total size of the unsent responses, by the owner of the limit. Error messages contain these keys."""
 
 
 def build_response(sandbox: str, fields: Mapping[str, Output | int | bool | None]) -> Response:
