@@ -70,7 +70,7 @@ def run(
             result = (
                 resource_kind.make_result(gateway_client, params)
                 if isinstance(resource_kind, Listing)
-                else _Run(resource_kind, params, gateway_client, check_mode).carry_out()
+                else _Run(resource_kind, params, gateway_client, check_mode).carry_out_task()
             )
         finally:
             if client is None:
@@ -144,7 +144,7 @@ class _Run:
         self.completed_actions: list[Action] = []
         self._taken_ids: list[str] = []
 
-    def carry_out(self) -> dict[str, Any]:
+    def carry_out_task(self) -> dict[str, Any]:
         """Carry out the task. Starts over if another client creates one of its objects at the same time."""
         deadline = time.monotonic() + self.client.timeout
         while True:

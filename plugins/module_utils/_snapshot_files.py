@@ -37,7 +37,8 @@ PRIVATE_MODE = 0o600
 class SnapshotFile:
     """A file with a snapshot.
 
-    ``head``: its beginning, which contains the manifest. ``is_complete``: it has an end. ``mode``: its permissions.
+    ``head``: its beginning, which contains the manifest. ``is_complete``: whether it has an end. ``mode``: its
+    permissions.
     """
 
     manifest: dict[str, Any]
@@ -205,10 +206,10 @@ def _open_partial_file(path: Path) -> int:
 
 
 def _require_own_file(path: Path, descriptor: int) -> None:
-    """Raise Failure if another user could read what is written to the file, or if it has another name."""
+    """Raise Failure if another user could read what is written to the file, or if it has other hard links."""
     status = os.fstat(descriptor)
     if not stat.S_ISREG(status.st_mode) or status.st_uid != os.geteuid() or status.st_nlink > 1:
-        raise Failure(f"{path} was not created by an export of this user: remove it first")
+        raise Failure(f"{path} was not created by an export that this user ran: remove it first")
 
 
 def _sync_directory(path: Path) -> None:

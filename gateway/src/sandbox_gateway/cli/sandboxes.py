@@ -278,7 +278,7 @@ def print_forks(forks: dict[str, Any], as_json: bool) -> None:
 
 
 def raise_first_failure(failures: list[Failure]) -> None:
-    """Raise the first failure, after printing the messages of all others. Return if there are no failures."""
+    """Raise the first failure, after printing the messages of all others. Do nothing if there are none."""
     for failure in failures[1:]:
         render.print_note(f"sandboxctl: {failure.message}")
     if failures:

@@ -139,7 +139,7 @@ def _require_own_file(path: Path, descriptor: int) -> None:
     """Raise Failure if another user could read what is written to the file, or if it has other hard links."""
     status = os.fstat(descriptor)
     if not stat.S_ISREG(status.st_mode) or status.st_uid != os.geteuid() or status.st_nlink > 1:
-        raise Failure(f"{path} was not created by an export of this user", ExitCode.USAGE, "remove it first")
+        raise Failure(f"{path} was not created by an export that this user ran", ExitCode.USAGE, "remove it first")
 
 
 def _sync_directory(path: Path) -> None:

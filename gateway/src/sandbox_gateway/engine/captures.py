@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator, Iterable
 
 from sandbox_gateway.engine.agents import Agents
 from sandbox_gateway.engine.context import Context
-from sandbox_gateway.engine.durations import note_memory_mode
+from sandbox_gateway.engine.durations import set_memory_mode
 from sandbox_gateway.engine.locking import Locking
 from sandbox_gateway.engine.record_changes import save_sandbox, save_snapshot
 from sandbox_gateway.engine.removal import Removal
@@ -108,7 +108,7 @@ class Captures:
             volume_snapshots = _create_volume_snapshot_records(snapshot, locked_volumes)
             async with self._guest_flushed(sandbox, freeze=not memory and not self._host.abilities.atomic_capture):
                 snapshot = await self._host.capture(sandbox, snapshot, memory=memory, volumes=volume_snapshots)
-            note_memory_mode(snapshot.memory)
+            set_memory_mode(snapshot.memory)
             for volume, volume_snapshot in zip(locked_volumes, volume_snapshots, strict=True):
                 add_volume_snapshot(self._context, volume, volume_snapshot)
         self._index.put(snapshot)

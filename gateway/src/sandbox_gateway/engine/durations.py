@@ -42,7 +42,7 @@ class Measurement:
 _current_measurement: ContextVar[Measurement | None] = ContextVar("measurement", default=None)
 
 
-def note_memory_mode(mode: MemoryMode) -> None:
+def set_memory_mode(mode: MemoryMode) -> None:
     """Set the memory mode of the operation that is being carried out."""
     if (measurement := _current_measurement.get()) is not None:
         measurement.memory = mode.value

@@ -13,7 +13,7 @@ from sandbox_gateway.control_characters import remove_control_characters
 from sandbox_gateway.engine.agents import Agents
 from sandbox_gateway.engine.boot_failure import add_console
 from sandbox_gateway.engine.context import Context
-from sandbox_gateway.engine.durations import note_memory_mode
+from sandbox_gateway.engine.durations import set_memory_mode
 from sandbox_gateway.engine.locking import Locking
 from sandbox_gateway.engine.prewarm import PrewarmPool
 from sandbox_gateway.engine.record_changes import copy_with_changes, save_sandbox
@@ -47,7 +47,7 @@ class MachineLifecycle:
         """
         if sandbox.state is SandboxState.PAUSED:
             return
-        note_memory_mode(snapshot.memory if with_memory else MemoryMode.NONE)
+        set_memory_mode(snapshot.memory if with_memory else MemoryMode.NONE)
         if with_memory and await self._claim(snapshot, sandbox):
             return
         with self._prewarm.request_start_counted():
@@ -91,7 +91,7 @@ class MachineLifecycle:
 
     async def boot(self, sandbox: Sandbox) -> None:
         """Boot a stopped sandbox from its own disk. On failure, stop it again."""
-        note_memory_mode(MemoryMode.NONE)
+        set_memory_mode(MemoryMode.NONE)
         async with self._start_slots.held():
             await self._boot(sandbox)
 

@@ -13,7 +13,7 @@ from sandbox_gateway.engine.captures import Captures
 from sandbox_gateway.engine.collector import Collector
 from sandbox_gateway.engine.context import Context
 from sandbox_gateway.engine.creation_order import Key
-from sandbox_gateway.engine.durations import measured, note_memory_mode
+from sandbox_gateway.engine.durations import measured, set_memory_mode
 from sandbox_gateway.engine.locking import Locking
 from sandbox_gateway.engine.machine_lifecycle import MachineLifecycle
 from sandbox_gateway.engine.mount_plan import MountPlanner
@@ -176,7 +176,7 @@ class Sandboxes:
         if memory:
             paused_sandbox = await self._capture_and_pause(sandbox)
         else:
-            note_memory_mode(MemoryMode.NONE)
+            set_memory_mode(MemoryMode.NONE)
             await self._agents.create_client(sandbox).sync()
             paused_sandbox = await self._save_as_paused(sandbox)
         await self._machines.stop_paused_machine(paused_sandbox)

@@ -228,7 +228,7 @@ class DataPlane:
     def _build_headers_for_service(
         self, headers: Headers, port: int, host: str, token: str, *, is_signed: bool
     ) -> list[tuple[bytes, bytes]]:
-        """Return the headers to forward: the request's, without the gateway's secrets and connection-specific headers.
+        """Return the request's headers to forward, without the gateway's secrets and connection-specific headers.
 
         Host becomes ``host``. A request to a port of the agent also gets the access token of that port.
         """

@@ -175,7 +175,7 @@ def get_template_or_snapshot(engine: Engine, ref: str) -> Snapshot:
 
 
 def find_ids(ref: str, engine: Engine) -> set[str]:
-    """Return a set of ``ref`` and, if ``ref`` names a template or snapshot, its id. Used for filters."""
+    """Return ``ref`` and, if it names a template or snapshot, the id of that. Used for filters."""
     try:
         return {ref, engine.snapshots.get(ref).id}
     except NotFound:

@@ -18,7 +18,7 @@ from sandbox_gateway import __version__
 from sandbox_gateway.control_characters import remove_control_characters
 from sandbox_gateway.engine.collector import Collector
 from sandbox_gateway.engine.context import Context
-from sandbox_gateway.engine.durations import measured, note_memory_mode
+from sandbox_gateway.engine.durations import measured, set_memory_mode
 from sandbox_gateway.engine.names import require_valid_name
 from sandbox_gateway.engine.room import PendingImport, RoomMonitor
 from sandbox_gateway.engine.secret import load_secret
@@ -120,7 +120,7 @@ class Transfers:
             snapshot = self._create_record(manifest, signer)
             snapshot.names = new_names or [*manifest.names]
             has_memory = snapshot.memory is not MemoryMode.NONE
-            note_memory_mode(snapshot.memory)
+            set_memory_mode(snapshot.memory)
             disk_bytes = manifest.sum_data_bytes(memory=False)
             memory_bytes = manifest.sum_data_bytes(memory=has_memory) - disk_bytes
             sizes = {part.name: part.size for part in manifest.parts if has_memory or part.name not in MEMORY_PARTS}
