@@ -92,13 +92,13 @@ class _ClaimTimer:
     def time_claim(self, key: str, request: Coroutine[Any, Any, Any]) -> Any:
         """Time one request that claims a fork, and return its result."""
         engine = self.host.live.engine
-        claim_count_before = engine.machines.starts["prewarmed"]
+        claim_count_before = engine.machines.start_counts["prewarmed"]
         self.timers.take()
         self.answers.forget()
         start = time.perf_counter()
         result = self.host.live.do(request)
         end = time.perf_counter()
-        if engine.machines.starts["prewarmed"] != claim_count_before + 1:
+        if engine.machines.start_counts["prewarmed"] != claim_count_before + 1:
             raise RuntimeError(f"the request did not claim a prewarmed fork ({key})")
         answer = self.answers.wait(1)[0]
         spans = self.timers.take()

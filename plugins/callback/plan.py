@@ -15,7 +15,7 @@ description:
     make, by gateway and kind. Each line shows the task of the change, and its file and line.
   - The signs are C(+) for created, C(~) for changed, C(-) for removed and C(↺) for rolled back.
   - The table also contains the known costs (disk, memory and pauses), the values that only the run can know, and the
-    failures that are predicted.
+    predicted failures.
   - At the end of a run that applies a plan, prints the planned changes that the run did not make, or a message that
     it made all of them. In all other runs without C(--check), prints nothing.
   - At the end of a check run, also ends its plan sessions in the gateways. Without this plugin, they end later.
@@ -116,7 +116,7 @@ class CallbackModule(CallbackBase):
                 if not self._playbooks and _plan_journal.load_applied_plan() is not None:
                     # Every playbook of the run has its own statistics, and after a failure the others may not run.
                     atexit.register(self._end_sessions)
-                    atexit.register(self._print_omitted)
+                    atexit.register(self._print_omitted_changes)
             self._playbooks.append(Path(playbook._file_name).name)
             return
         plan_path = self.get_option("plan_file")
@@ -145,7 +145,7 @@ class CallbackModule(CallbackBase):
 
     def v2_runner_on_unreachable(self, result: TaskResult) -> None:
         host = result._host.get_name()
-        self._possible_failures.append((host, _describe_unreachable(host)))
+        self._possible_failures.append((host, _describe_unreachable_host(host)))
 
     def _record_failures(self, *descriptions: str) -> None:
         """Record ``descriptions`` and the failures since the last call, for the lookup in the next task."""
@@ -174,16 +174,18 @@ class CallbackModule(CallbackBase):
         except Failure as failure:
             self._display.error(failure.message)
 
-    def _print_omitted(self) -> None:
+    def _print_omitted_changes(self) -> None:
         """After a run that applied a plan, print the planned changes that the run has not made."""
         try:
             if (plan := _plan_journal.load_applied_plan()) is None:
                 return
-            omitted = _plan_journal.list_omitted(plan)
+            omitted_entries = _plan_journal.list_omitted_entries(plan)
         except Failure:
             return  # Each task has reported this failure.
-        self._display.display("\nAll changes in the plan were made." if not omitted else "\nIn the plan, but not made:")
-        for entry, names in omitted:
+        self._display.display(
+            "\nAll changes in the plan were made." if not omitted_entries else "\nIn the plan, but not made:"
+        )
+        for entry, names in omitted_entries:
             text = f"  {entry['host']}: {entry['task']} ({entry['path']}): {', '.join(names)[:200]}"
             self._display.display(make_printable(text))
 
@@ -215,12 +217,12 @@ def _list_failures(stats: AggregateStats) -> list[str]:
     """Describe the failures in the statistics of a run, which are those that are neither ignored nor rescued."""
     hosts = sorted(stats.processed)
     failures = [_describe_failure(host) for host in hosts if stats.failures.get(host)]
-    return failures + [_describe_unreachable(host) for host in hosts if stats.dark.get(host)]
+    return failures + [_describe_unreachable_host(host) for host in hosts if stats.dark.get(host)]
 
 
 def _describe_failure(host: str) -> str:
     return f"a task failed on host {host}"
 
 
-def _describe_unreachable(host: str) -> str:
+def _describe_unreachable_host(host: str) -> str:
     return f"host {host} was unreachable"

@@ -149,7 +149,7 @@ notes:
   - The host is unreachable if the sandbox is paused, removed or rolled back during a task, or if the gateway cannot be
     reached. Interrupted commands are not repeated.
   - Commands keep running if the control node disconnects.
-  - In a check run, a task is skipped if its sandbox does not have a machine yet that the task could use, because an
+  - In a check run, a task is skipped if its sandbox does not yet have a machine that the task could use, because an
     earlier task of this collection would create, restart or roll back the sandbox, or change its volumes. A task is
     also skipped if its sandbox was created with C(autoResume), and is paused or would be paused by an earlier task; the
     check run does not resume the sandbox. The host is unreachable if an earlier task would pause a sandbox that was
@@ -173,7 +173,7 @@ from ansible_collections.grove.sandbox.plugins.module_utils._failure import Fail
 from ansible_collections.grove.sandbox.plugins.plugin_utils._check_run import is_check_run, require_machine
 from ansible_collections.grove.sandbox.plugins.plugin_utils._gateways import Gateway, find_gateway
 from ansible_collections.grove.sandbox.plugins.plugin_utils._operator import OperatorVariables, find_task_host
-from ansible_collections.grove.sandbox.plugins.plugin_utils._stream import INSIDE_KIND, Channel, Process
+from ansible_collections.grove.sandbox.plugins.plugin_utils._stream import AGENT_FAILURE_KIND, Channel, Process
 
 display = Display()
 
@@ -258,13 +258,13 @@ class Connection(ConnectionBase):
         """
         if self._channel is None:
             try:
-                self._channel = self._new_channel()
+                self._channel = self._create_channel()
             except Failure as failure:
                 raise UnreachableError(failure.message) from None
             self._connected = True
         return self
 
-    def _new_channel(self) -> Channel:
+    def _create_channel(self) -> Channel:
         settings = self._compute_settings()
         sandbox = settings["sandbox"]
         gateway = find_gateway(sandbox, settings["gateway_url"])
@@ -360,7 +360,7 @@ class Connection(ConnectionBase):
             )
             out, err = self._run_command(process, in_data, escalation)
         except Failure as failure:
-            raise self._unreachable_error(failure) from None
+            raise self._create_unreachable_error(failure) from None
         if escalation and process.exit_code:
             escalation.check_missing_password(err)
         return process.exit_code, out, err
@@ -372,10 +372,10 @@ class Connection(ConnectionBase):
         max_output_mb = self._compute_settings()["max_output_mb"]
         is_waiting = bool(escalation and escalation.is_waiting)
         has_started = False
-        for kind, data in process.output():
+        for kind, data in process.read_output():
             if not has_started:
                 has_started = True
-                if in_data and not is_waiting and not process.input_accepted:
+                if in_data and not is_waiting and not process.is_input_accepted:
                     process.feed(in_data)
             if kind:
                 output[kind].extend(data)
@@ -404,9 +404,9 @@ class Connection(ConnectionBase):
         except OSError as error:
             raise AnsibleError(f"{in_path} cannot be read: {error.strerror or error}") from None
         except Failure as failure:
-            if failure.kind == INSIDE_KIND:
+            if failure.kind == AGENT_FAILURE_KIND:
                 raise AnsibleError(f"{out_path} cannot be written in sandbox {self._sandbox}: {failure}") from None
-            raise self._unreachable_error(failure) from None
+            raise self._create_unreachable_error(failure) from None
 
     def fetch_file(self, in_path: str, out_path: str) -> None:
         super().fetch_file(in_path, out_path)
@@ -419,9 +419,9 @@ class Connection(ConnectionBase):
         except Failure as failure:
             # A partial file could be mistaken for a complete one.
             Path(out_path).unlink()
-            if failure.kind == INSIDE_KIND:
+            if failure.kind == AGENT_FAILURE_KIND:
                 raise AnsibleError(f"{in_path} cannot be read in sandbox {self._sandbox}: {failure}") from None
-            raise self._unreachable_error(failure) from None
+            raise self._create_unreachable_error(failure) from None
 
     def reset(self) -> None:
         self.close()
@@ -436,7 +436,7 @@ class Connection(ConnectionBase):
     def _sandbox(self) -> str:
         return str(self._compute_settings()["sandbox"])
 
-    def _unreachable_error(self, failure: Failure) -> UnreachableError:
+    def _create_unreachable_error(self, failure: Failure) -> UnreachableError:
         self.close()
         return UnreachableError(failure.message)
 
@@ -452,7 +452,7 @@ class _Escalation:
         self.is_waiting = bool(become and become.success and become.expect_prompt())
         self._sandbox = sandbox
         self._deadline = time.monotonic() + timeout_seconds
-        self._output_sizes_when_answered: tuple[int, int] | None = None
+        self._answered_output_sizes: tuple[int, int] | None = None
 
     def handle_output(self, process: Process, out: bytearray, err: bytearray) -> bool:
         """Check the output so far, and respond to a password prompt. Returns whether to wait for more output.
@@ -461,13 +461,13 @@ class _Escalation:
         """
         if self.become.check_success(bytes(out)):
             return False
-        search_offsets = self._output_sizes_when_answered or (0, 0)
+        search_offsets = self._answered_output_sizes or (0, 0)
         has_prompt = any(
             self.become.check_password_prompt(bytes(output[offset:]))
             for output, offset in zip((out, err), search_offsets)
         )
-        if has_prompt and self._output_sizes_when_answered is None:
-            self._output_sizes_when_answered = (len(out), len(err))
+        if has_prompt and self._answered_output_sizes is None:
+            self._answered_output_sizes = (len(out), len(err))
             process.write(self.become.get_option("become_pass").encode() + b"\n")
         elif has_prompt or self.become.check_incorrect_password(bytes(out + err)):
             self._fail(process, "the password was not accepted")
@@ -492,7 +492,7 @@ class _Escalation:
 
         Call it after the command has exited, because the two streams can arrive in any order.
         """
-        if self._output_sizes_when_answered is None:
+        if self._answered_output_sizes is None:
             return output
         prompt = self.become.prompt
         if not isinstance(prompt, str) or prompt.encode() not in output:

@@ -131,7 +131,7 @@ notes:
   - Each host has a variable C(grove_sandbox) with the fields that the modules return for a sandbox, plus C(template),
     C(head) and C(gateway), which hold names.
   - The cache holds only these variables.
-  - In a check run, a task C(meta) with C(refresh_inventory) lists the sandboxes as the tasks before it would leave
+  - In a check run, a C(meta) task with C(refresh_inventory) lists the sandboxes as the tasks before it would leave
     them, if those tasks use the same gateway and API key as the inventory. Ids of new sandboxes begin with
     C(known-after-apply-). The cache never contains such sandboxes.
 """
@@ -209,7 +209,7 @@ class InventoryModule(BaseInventoryPlugin, Constructable, Cacheable):
             if _inventory.matches_filters(sandbox, self.get_option("filters"))
         ]
         sandbox_group_names = {
-            name for sandbox, gateway in sandboxes_and_gateways for name in self._groups_of(sandbox, gateway)
+            name for sandbox, gateway in sandboxes_and_gateways for name in self._list_groups(sandbox, gateway)
         }
         group_names = sandbox_group_names | set(self.inventory.groups) | set(self.get_option("groups"))
         for sandbox, gateway in sandboxes_and_gateways:
@@ -260,8 +260,8 @@ class InventoryModule(BaseInventoryPlugin, Constructable, Cacheable):
             self._cache[cache_key] = sandboxes_by_gateway
         return sandboxes_by_gateway
 
-    def _groups_of(self, sandbox: dict[str, Any], gateway: Gateway) -> list[str]:
-        groups = _inventory.groups_of(sandbox, gateway.name, self.get_option("group_by"))
+    def _list_groups(self, sandbox: dict[str, Any], gateway: Gateway) -> list[str]:
+        groups = _inventory.list_groups(sandbox, gateway.name, self.get_option("group_by"))
         return [self._sanitize_group_name(group) for group in groups]
 
     def _choose_host_name(
@@ -269,9 +269,9 @@ class InventoryModule(BaseInventoryPlugin, Constructable, Cacheable):
     ) -> str:
         """Return an unused host name that is not the name of a group, so that tasks run on the right host."""
         host_name_form = self.get_option("hostname") or ("name_gateway" if has_several_gateways else "name")
-        host = _inventory.host_name(sandbox, host_name_form, gateway.name, group_names)
+        host = _inventory.make_host_name(sandbox, host_name_form, gateway.name, group_names)
         if host in self.inventory.hosts:
-            fallback_name = _inventory.host_name(sandbox, "name_gateway", gateway.name, group_names)
+            fallback_name = _inventory.make_host_name(sandbox, "name_gateway", gateway.name, group_names)
             self.display.warning(
                 f"a host {host} already exists, so the sandbox with that name becomes the host {fallback_name}"
             )
@@ -281,11 +281,11 @@ class InventoryModule(BaseInventoryPlugin, Constructable, Cacheable):
     def _add_host(self, host: str, sandbox: dict[str, Any], gateway: Gateway) -> None:
         self.inventory.add_host(host)
         store_gateway(sandbox["id"], gateway)
-        variables = _inventory.variables_of(sandbox, gateway, self.get_option("python_interpreter") or "")
+        variables = _inventory.make_host_variables(sandbox, gateway, self.get_option("python_interpreter") or "")
         for key, value in variables.items():
             # Mark text as unsafe even if it has no braces, because a `#jinja2:` header can set other delimiters.
             self.inventory.set_variable(host, key, wrap_var(value))
-        for group in self._groups_of(sandbox, gateway):
+        for group in self._list_groups(sandbox, gateway):
             self.inventory.add_host(host, self.inventory.add_group(group))
         strict = self.get_option("strict")
         host_variables = self.inventory.get_host(host).get_vars()

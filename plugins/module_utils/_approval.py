@@ -41,8 +41,8 @@ _PLANNED_ID_PATTERN = re.compile(rf"({PLANNED_ID_PREFIX}[0-9a-f]{{4}})")
 _REAL_ID_PATTERN = re.compile(r"[0-9a-f]{12}")
 _ID_PATH_PATTERN = re.compile(rf"/({_REAL_ID_PATTERN.pattern}|{_PLANNED_ID_PATTERN.pattern})$")
 _SHORT_PLANNED_ID = PLANNED_ID_PREFIX[:8]
-"""How the temporary name of a replaced resource ends if its id is planned; see ``_plan.temporary_name``."""
-_NEW = "new"
+"""How the temporary name of a replaced resource ends if its id is planned; see ``_plan.make_temporary_name``."""
+_NEW_MARKER = "new"
 _CONDITIONAL_VERBS = ("rollback", "capture")
 """Verbs of actions that a run may skip, because only the run knows whether the sandbox has diverged."""
 _REMEDY = "this task changed nothing. Make a new plan with a check run"
@@ -51,7 +51,7 @@ Entry = Mapping[str, Any]
 """An entry of a plan file, as docs/plans.md describes it."""
 
 
-def object_version(path: str, data: Any, opened_at: str = "", *, is_removed: bool = False) -> str:
+def compute_object_version(path: str, data: Any, opened_at: str = "", *, is_removed: bool = False) -> str:
     """Return the version of an object or of a list, as ``key=value`` pairs. It is "" if the object does not exist.
 
     ``path``: the path of the object or the list in the API. ``opened_at``: when the plan session began, if there is
@@ -72,7 +72,7 @@ def object_version(path: str, data: Any, opened_at: str = "", *, is_removed: boo
     if path.startswith("/volumes"):
         # A volume has no id in the API, but its owner or time of creation distinguishes it from others with its name.
         created_at = data.get("createdAt") or ""
-        ident = data.get("ownerSandboxID") or (_NEW if opened_at and created_at > opened_at else created_at)
+        ident = data.get("ownerSandboxID") or (_NEW_MARKER if opened_at and created_at > opened_at else created_at)
     else:
         ident = data.get("sandboxID") if path.startswith("/sandboxes") else None
         ident = ident or data.get("snapshotID") or data.get("templateID") or ""
@@ -82,9 +82,9 @@ def object_version(path: str, data: Any, opened_at: str = "", *, is_removed: boo
     return version
 
 
-def new_volume_key(name: str) -> str:
-    """Return the key under which the bindings store the time when the run created a volume; see ``object_version``."""
-    return f"{_NEW} {name}"
+def make_volume_key(name: str) -> str:
+    """Return the key of the time when the run created a volume, in the bindings; see ``compute_object_version``."""
+    return f"{_NEW_MARKER} {name}"
 
 
 def describe_actions(actions: Iterable[Action]) -> list[dict[str, Any]]:
@@ -110,11 +110,12 @@ def describe_actions(actions: Iterable[Action]) -> list[dict[str, Any]]:
 
 
 def estimate_costs(
-    actions: Iterable[Action], shapes: Mapping[str, Mapping[str, Any]], typical: Mapping[str, Any] | None
+    actions: Iterable[Action], shapes: Mapping[str, Mapping[str, Any]], typical_costs: Mapping[str, Any] | None
 ) -> tuple[dict[str, Any], list[str]]:
     """Return the estimated costs of actions, as in a plan file, and a description of each unknown cost.
 
-    ``shapes``: the existing resources by name. ``typical``: the costs of recent captures, as the gateway reports them.
+    ``shapes``: the existing resources by name. ``typical_costs``: the costs of recent captures, as the gateway reports
+    them.
     """
     memory_mb = disk_bytes = 0
     pause_ms = 0.0
@@ -123,7 +124,7 @@ def estimate_costs(
         capture_count += action.verb == "clone"
         for change in action.changes:
             if change.kind == SANDBOX:
-                memory_mb += _running_memory(change.after) - _running_memory(change.before)
+                memory_mb += _get_running_memory(change.after) - _get_running_memory(change.before)
             elif action.verb == "import":
                 disk_bytes += action.request["data_bytes"]
             elif change.kind == SNAPSHOT and change.before is None:
@@ -131,23 +132,23 @@ def estimate_costs(
             elif change.kind == SNAPSHOT and change.after is None:
                 shape = shapes.get(change.name, {})
                 disk_bytes -= (shape.get("disk_bytes_unique") or 0) + (shape.get("memory_bytes_written") or 0)
-    unknown = []
-    if capture_count and typical is None:
-        unknown.append("the pause and the size of the gateway's first snapshots")
-    elif capture_count and typical is not None:
-        pause_ms = round(capture_count * typical["pauseMs"], 3)
-        disk_bytes += capture_count * (typical["memoryBytesWritten"] + typical["diskBytesUnique"])
+    unknown_costs = []
+    if capture_count and typical_costs is None:
+        unknown_costs.append("the pause and the size of the gateway's first snapshots")
+    elif capture_count and typical_costs is not None:
+        pause_ms = round(capture_count * typical_costs["pauseMs"], 3)
+        disk_bytes += capture_count * (typical_costs["memoryBytesWritten"] + typical_costs["diskBytesUnique"])
     costs = {"memory_mb": memory_mb, "disk_bytes": disk_bytes, "pause_ms": pause_ms}
-    return {key: value for key, value in costs.items() if value}, unknown
+    return {key: value for key, value in costs.items() if value}, unknown_costs
 
 
-def _running_memory(view: Mapping[str, Any] | None) -> int:
+def _get_running_memory(view: Mapping[str, Any] | None) -> int:
     if view is None or view.get("state") != "running":
         return 0
     return view.get("memory_mb") or 0
 
 
-def new_state() -> dict[str, Any]:
+def make_initial_state() -> dict[str, Any]:
     """Return the state of a run that has not applied anything yet.
 
     ``run``: the name by which a gateway finds the run. ``opened_at``: when each gateway first saw the run, by the ids
@@ -158,25 +159,32 @@ def new_state() -> dict[str, Any]:
     return {"run": secrets.token_hex(16), "opened_at": {}, "used": [], "omitted": {}, "swapped": [], "bindings": {}}
 
 
-def update_state(state: dict[str, Any], used: Mapping[str, Any]) -> None:
+def update_state(state: dict[str, Any], usage: Mapping[str, Any]) -> None:
     """Add to the state of a run what a task has used; see ``_run.PLAN_KEY``."""
-    state["used"].append(used["number"])
-    state["omitted"][str(used["number"])] = used["omitted"]
+    state["used"].append(usage["number"])
+    state["omitted"][str(usage["number"])] = usage["omitted"]
     # The plan sessions of different gateways can assign the same ids.
-    state["bindings"].setdefault(used["gateway"], {}).update(used["bindings"])
-    state["opened_at"].update(used["opened_at"])
-    state["swapped"] = sorted({*state["swapped"], *used["swapped"]})
+    state["bindings"].setdefault(usage["gateway"], {}).update(usage["bindings"])
+    state["opened_at"].update(usage["opened_at"])
+    state["swapped"] = sorted({*state["swapped"], *usage["swapped"]})
 
 
-def approved_option(entries: Sequence[Entry], task_key: Mapping[str, Any], state: Mapping[str, Any]) -> dict[str, Any]:
+def make_approved_option(
+    entries: Sequence[Entry], task_key: Mapping[str, Any], state: Mapping[str, Any]
+) -> dict[str, Any]:
     """Return the option ``approved_plan`` of a task.
 
-    ``entries``: all entries of the plan. ``task_key``: the host and path of the task. ``state``: see ``new_state``.
+    ``entries``: all entries of the plan. ``task_key``: the host and path of the task. ``state``: see
+    ``make_initial_state``.
     """
     bindings = state["bindings"]
     host = _find_planned_host(task_key["host"], bindings.values()) if "host" in task_key else ""
-    task_entries = _find_entries_of_task(entries, task_key)
-    hosts = {host, *(state["swapped"] if host in state["swapped"] else ()), *_hosts_sharing_objects(task_entries, host)}
+    task_entries = _find_task_entries(entries, task_key)
+    hosts = {
+        host,
+        *(state["swapped"] if host in state["swapped"] else ()),
+        *_find_hosts_sharing_objects(task_entries, host),
+    }
     return {
         "run": state["run"],
         "opened_at": state["opened_at"],
@@ -214,7 +222,7 @@ def _list_objects(entries: Sequence[Entry]) -> dict[str, list[str]]:
     removed_names |= rolled_back_names
     for change in changes:
         if change["kind"] == VOLUME:
-            before, after = (snapshots_in(change["name"], change[key]) for key in ("before", "after"))
+            before, after = (list_own_snapshots(change["name"], change[key]) for key in ("before", "after"))
             created_names |= after - before
             removed_names |= before - after
     return {
@@ -224,57 +232,60 @@ def _list_objects(entries: Sequence[Entry]) -> dict[str, list[str]]:
     }
 
 
-def _find_entries_of_task(entries: Sequence[Entry], task_key: Mapping[str, Any]) -> list[tuple[int, Entry]]:
+def _find_task_entries(entries: Sequence[Entry], task_key: Mapping[str, Any]) -> list[tuple[int, Entry]]:
     """Return the entries of a task for all hosts, with their numbers."""
     place = [(key, value) for key, value in task_key.items() if key != "host"]
     return [(number, entry) for number, entry in enumerate(entries) if all(entry[key] == value for key, value in place)]
 
 
-def _hosts_by_object(task_entries: Sequence[tuple[int, Entry]]) -> list[tuple[set[str], set[str]]]:
-    """Return, for each object of a task, the hosts that change it and the hosts that read it.
+def _list_hosts_by_object(task_entries: Sequence[tuple[int, Entry]]) -> list[tuple[set[str], set[str]]]:
+    """Return the hosts that change and the hosts that read each object of a task.
 
     ``task_entries``: the entries of the task for all hosts.
     """
     hosts: dict[str, tuple[set[str], set[str]]] = {}
     for _number, entry in task_entries:
         host = entry.get("host", "")
-        for ref in (*_names_in(entry), *entry["created"].values()):
+        for ref in (*_list_changed_names(entry), *entry["created"].values()):
             hosts.setdefault(ref, (set(), set()))[0].add(host)
         for path in entry["reads"]:
             hosts.setdefault(path.split("/")[2], (set(), set()))[1].add(host)
     return list(hosts.values())
 
 
-def _hosts_sharing_objects(task_entries: Sequence[tuple[int, Entry]], host: str) -> set[str]:
-    """Return the other hosts that declare the same objects in a task as a host, any of which can make the changes.
+def _find_hosts_sharing_objects(task_entries: Sequence[tuple[int, Entry]], host: str) -> set[str]:
+    """Return the other hosts that declare the same objects in a task as ``host``; any of them can make the changes.
 
     ``task_entries``: the entries of the task for all hosts.
     """
     sharing_hosts: set[str] = set()
-    for changing, reading in _hosts_by_object(task_entries):
-        if host in changing:
-            sharing_hosts |= reading
-        if host in reading:
-            sharing_hosts |= changing
+    for changing_hosts, reading_hosts in _list_hosts_by_object(task_entries):
+        if host in changing_hosts:
+            sharing_hosts |= reading_hosts
+        if host in reading_hosts:
+            sharing_hosts |= changing_hosts
     return sharing_hosts - {host}
 
 
 def shares_objects(entries: Sequence[Entry], task_key: Mapping[str, Any]) -> bool:
     """Return whether several hosts declare the same objects in a task, so that only one at a time may run it.
 
-    ``entries``, ``task_key``: see ``approved_option``.
+    ``entries``, ``task_key``: see ``make_approved_option``.
     """
-    objects = _hosts_by_object(_find_entries_of_task(entries, task_key))
-    return any(changing and reading and len(changing | reading) > 1 for changing, reading in objects)
+    hosts_by_object = _list_hosts_by_object(_find_task_entries(entries, task_key))
+    return any(
+        changing_hosts and reading_hosts and len(changing_hosts | reading_hosts) > 1
+        for changing_hosts, reading_hosts in hosts_by_object
+    )
 
 
 def _find_planned_host(host: str, bindings: Iterable[Mapping[str, str]]) -> str:
     """Return the name that a host had in the check run, which may contain the planned id of a sandbox."""
-    planned_ids = {real: planned_id for each in bindings for planned_id, real in each.items()}
+    planned_ids = {real_id: planned_id for each in bindings for planned_id, real_id in each.items()}
     return _REAL_ID_PATTERN.sub(lambda match: planned_ids.get(match[0], match[0]), host)
 
 
-def snapshots_in(volume: str, view: Mapping[str, Any] | None) -> set[str]:
+def list_own_snapshots(volume: str, view: Mapping[str, Any] | None) -> set[str]:
     """Return the names of a volume's own snapshots, in the form VOLUME@SNAPSHOT, from its view."""
     return {f"{volume}@{snapshot}" for snapshot in (view or {}).get("snapshots", ())}
 
@@ -297,12 +308,12 @@ class Approval:
         self._gateway_id = gateway_id
         self._read_version = read_version
         objects = option["gateways"].get(gateway_id, {})
-        self._created = frozenset(objects.get("created", ()))
+        self._created_ids = frozenset(objects.get("created", ()))
         self._created_names = frozenset(objects.get("created_names", ()))
         self._removed_names = frozenset(objects.get("removed_names", ()))
         self.bindings: dict[str, str] = dict(objects.get("bindings", {}))
 
-    def find(
+    def find_entry(
         self,
         actions: Sequence[Action],
         reads: Mapping[str, str],
@@ -330,11 +341,11 @@ class Approval:
         names = {change.name for action in actions for change in action.changes}
         failures = []
         for entry in self._sort(candidates, names, versions.keys()):
-            matching = _Matching(self.bindings, self._created)
+            matching = _Matching(self.bindings, self._created_ids)
             try:
                 self._check_unchanged(entry, versions, matching)
                 if actions and not entry["actions"]:
-                    raise _unplanned_error(f"the plan does not contain this task's changes ({verbs})")
+                    raise _create_unplanned_error(f"the plan does not contain this task's changes ({verbs})")
                 planned_actions = entry["actions"]
                 if is_conditional:
                     planned_actions = _drop_unnecessary_actions(planned_actions, actions, matching)
@@ -342,25 +353,29 @@ class Approval:
                     _match_actions(planned_actions, actions, matching)
                 elif planned_actions:
                     _check_no_actions(entry)
-                self._check_unread(entry, versions, matching)
+                self._check_unread_objects(entry, versions, matching)
             except Failure as failure:
                 failures.append(failure)
             else:
                 self.bindings = matching.bindings
                 return entry
-        raise failures[0] if failures else _unplanned_error(f"the plan does not contain this task's changes ({verbs})")
+        raise (
+            failures[0]
+            if failures
+            else _create_unplanned_error(f"the plan does not contain this task's changes ({verbs})")
+        )
 
     def check_unchanged(self, reads: Mapping[str, str]) -> None:
         """Raise Failure if a change since the plan was made explains why the task cannot be carried out.
 
-        ``reads``: see ``find``.
+        ``reads``: see ``find_entry``.
         """
         versions = self._substitute_planned_ids(reads)
         candidates = [entry for entry in self._entries if entry["reads"].keys() & versions.keys()]
         failures = []
         for entry in self._sort(candidates, set(), versions.keys()):
             try:
-                self._check_unchanged(entry, versions, _Matching(self.bindings, self._created))
+                self._check_unchanged(entry, versions, _Matching(self.bindings, self._created_ids))
             except Failure as failure:
                 failures.append(failure)
             else:
@@ -378,24 +393,24 @@ class Approval:
             key=lambda entry: (
                 entry.get("host", "") != self.host,
                 entry["gateway"] != self._gateway_id,
-                len(names ^ _names_in(entry)) + len(paths ^ entry["reads"].keys()),
+                len(names ^ _list_changed_names(entry)) + len(paths ^ entry["reads"].keys()),
             ),
         )
 
     def _substitute_planned_ids(self, reads: Mapping[str, str]) -> dict[str, str]:
         """Return ``reads`` with planned ids in place of the real ids in its paths."""
-        planned_ids = {real: planned_id for planned_id, real in self.bindings.items()}
+        planned_ids = {real_id: planned_id for planned_id, real_id in self.bindings.items()}
         return {_REAL_ID_PATTERN.sub(lambda m: planned_ids.get(m[0], m[0]), path): reads[path] for path in reads}
 
     def _check_unchanged(self, entry: Entry, versions: Mapping[str, str], matching: _Matching) -> None:
         if entry["gateway"] != self._gateway_id:
-            raise _unplanned_error("the plan was made for another gateway")
+            raise _create_unplanned_error("the plan was made for another gateway")
         # The message is about the name of an object rather than its id.
         for path in sorted(entry["reads"], key=lambda path: bool(_ID_PATH_PATTERN.search(path))):
             if path in versions:
                 self._check_version(entry, path, versions[path], matching)
 
-    def _check_unread(self, entry: Entry, versions: Mapping[str, str], matching: _Matching) -> None:
+    def _check_unread_objects(self, entry: Entry, versions: Mapping[str, str], matching: _Matching) -> None:
         """Compare the objects that only the check run has read, such as a volume that no longer has its name."""
         for path in entry["reads"].keys() - versions.keys():
             real_path = _PLANNED_ID_PATTERN.sub(lambda m: matching.bindings.get(m[0], m[0]), path)
@@ -408,10 +423,12 @@ class Approval:
         if planned == actual:
             return
         if not planned:
-            raise _unplanned_error(f"{_describe_path(path)} did not exist when the plan was made, but exists now")
+            raise _create_unplanned_error(
+                f"{_describe_path(path)} did not exist when the plan was made, but exists now"
+            )
         if not actual:
             change = self._describe_disappearance(path, planned, matching)
-            raise _unplanned_error(f"{_describe_path(path)} has been {change} since the plan was made")
+            raise _create_unplanned_error(f"{_describe_path(path)} has been {change} since the plan was made")
         planned_parts, actual_parts = _parse_version(planned), _parse_version(actual)
         if "entries" in planned_parts:
             self._check_snapshots(entry, path, planned_parts["entries"], actual_parts.get("entries", ""), matching)
@@ -419,15 +436,17 @@ class Approval:
                 self._check_clones(path, planned_parts["clones"], actual_parts["clones"], matching)
             return
         planned_ident, actual_ident = planned_parts.get("id", ""), actual_parts.get("id", "")
-        if planned_ident == _NEW:
-            is_same = matching.bindings.get(new_volume_key(name)) == actual_ident
+        if planned_ident == _NEW_MARKER:
+            is_same = matching.bindings.get(make_volume_key(name)) == actual_ident
         else:
-            is_same = matching.text(planned_ident, actual_ident)
+            is_same = matching.match_text(planned_ident, actual_ident)
         if not is_same:
-            raise _unplanned_error(f"{_describe_path(path)} has been replaced by another one since the plan was made")
+            raise _create_unplanned_error(
+                f"{_describe_path(path)} has been replaced by another one since the plan was made"
+            )
         planned_number, actual_number = planned_parts.get("generation", ""), actual_parts.get("generation", "")
         if planned_number != actual_number:
-            raise _unplanned_error(
+            raise _create_unplanned_error(
                 f"{_describe_path(path)} has changed since the plan was made (its generation is {actual_number}, not "
                 f"{planned_number})"
             )
@@ -446,9 +465,9 @@ class Approval:
 
     def _check_snapshots(self, entry: Entry, path: str, planned: str, actual: str, matching: _Matching) -> None:
         """Compare the snapshots of a volume, which are ``name:id`` pairs."""
-        what = f"the snapshots of {_describe_path(path)}"
+        subject = f"the snapshots of {_describe_path(path)}"
         volume = path.split("/")[2]
-        planned_ids = {real: planned_id for planned_id, real in matching.bindings.items()}
+        planned_ids = {real_id: planned_id for planned_id, real_id in matching.bindings.items()}
         planned_snapshots = _parse_pairs(planned)
         actual_snapshots = {planned_ids.get(name, name): ident for name, ident in _parse_pairs(actual).items()}
         used_names = {name for name in planned_snapshots if _uses_snapshot(entry, volume, name)}
@@ -456,33 +475,37 @@ class Approval:
         for name in planned_snapshots.keys() & actual_snapshots.keys():
             # The task of another host may be making this snapshot, and record its id only at the end.
             is_pending = name in pending_names
-            if not is_pending and not matching.text(planned_snapshots[name], actual_snapshots[name]):
-                raise _unplanned_error(f"{what} have changed since the plan was made ({name})")
+            if not is_pending and not matching.match_text(planned_snapshots[name], actual_snapshots[name]):
+                raise _create_unplanned_error(f"{subject} have changed since the plan was made ({name})")
         if missing_names := used_names - actual_snapshots.keys():
-            raise _unplanned_error(f"{what} have changed since the plan was made ({', '.join(sorted(missing_names))})")
+            raise _create_unplanned_error(
+                f"{subject} have changed since the plan was made ({', '.join(sorted(missing_names))})"
+            )
         members = ({f"{volume}@{name}" for name in names} for names in (planned_snapshots, actual_snapshots))
-        self._check_members(what, *members, {f"{volume}@{name}" for name in pending_names})
+        self._check_members(subject, *members, {f"{volume}@{name}" for name in pending_names})
 
     def _check_clones(self, path: str, planned: str, actual: str, matching: _Matching) -> None:
         """Compare the volumes that were created from the snapshots of a volume, which are ``name:id of snapshot``."""
-        what = f"the clones of {_describe_path(path)}"
+        subject = f"the clones of {_describe_path(path)}"
         planned_clones, actual_clones = _parse_pairs(planned), _parse_pairs(actual)
         for name in planned_clones.keys() & actual_clones.keys():
             snapshot_ids = planned_clones[name], actual_clones[name]
-            if not matching.is_pending(snapshot_ids[0]) and not matching.text(*snapshot_ids):
-                raise _unplanned_error(f"{what} have changed since the plan was made ({name})")
-        self._check_members(what, planned_clones.keys(), actual_clones.keys(), self._created_names)
+            if not matching.is_pending(snapshot_ids[0]) and not matching.match_text(*snapshot_ids):
+                raise _create_unplanned_error(f"{subject} have changed since the plan was made ({name})")
+        self._check_members(subject, planned_clones.keys(), actual_clones.keys(), self._created_names)
 
-    def _check_members(self, what: str, planned: Set[str], actual: Set[str], pending_names: Set[str]) -> None:
+    def _check_members(self, subject: str, planned: Set[str], actual: Set[str], pending_names: Set[str]) -> None:
         """Compare names that belong to an object. Other hosts of the run may already have made or removed theirs.
 
         ``pending_names``: planned ones that the run may not have made yet.
         """
-        added = actual - planned - self._created_names
-        removed = planned - actual - pending_names - self._removed_names
+        added_names = actual - planned - self._created_names
+        removed_names = planned - actual - pending_names - self._removed_names
         # The snapshot of a volume that belongs to a sandbox's snapshot has the id of the latter.
-        if others := sorted(name for name in added | removed if not is_planned_id(name.rpartition("@")[2])):
-            raise _unplanned_error(f"{what} have changed since the plan was made ({', '.join(others)})")
+        if other_names := sorted(
+            name for name in added_names | removed_names if not is_planned_id(name.rpartition("@")[2])
+        ):
+            raise _create_unplanned_error(f"{subject} have changed since the plan was made ({', '.join(other_names)})")
 
 
 def _uses_snapshot(entry: Entry, volume: str, snapshot: str) -> bool:
@@ -499,7 +522,7 @@ def _drop_unnecessary_actions(
     planned: Iterable[Mapping[str, Any]], actual: Iterable[Action], matching: _Matching
 ) -> list[Mapping[str, Any]]:
     """Return the planned actions, except captures and rollbacks of objects for which the task has no actions."""
-    planned_ids = {real: planned_id for planned_id, real in matching.bindings.items()}
+    planned_ids = {real_id: planned_id for planned_id, real_id in matching.bindings.items()}
     names = {planned_ids.get(change.name, change.name) for action in actual for change in action.changes}
     return [
         action
@@ -509,18 +532,20 @@ def _drop_unnecessary_actions(
 
 
 def _check_no_actions(entry: Entry) -> None:
-    if names := ", ".join(sorted(_names_in(entry))):
-        raise _unplanned_error(f"the plan contains changes of this task ({names}), but others have already made them")
+    if names := ", ".join(sorted(_list_changed_names(entry))):
+        raise _create_unplanned_error(
+            f"the plan contains changes for this task ({names}) that someone else has already made"
+        )
 
 
 class _Matching:
     """Compares the values of a plan with those of a run, where each planned id stands for one real id."""
 
-    def __init__(self, bindings: Mapping[str, str], created: Container[str]) -> None:
+    def __init__(self, bindings: Mapping[str, str], created_ids: Container[str]) -> None:
         self.bindings = dict(bindings)
-        self._created = created
+        self._created_ids = created_ids
 
-    def text(self, planned: str, actual: str) -> bool:
+    def match_text(self, planned: str, actual: str) -> bool:
         """Return whether two texts are equal. Adds the pairs of planned and real ids that it finds to ``bindings``."""
         if planned == actual:
             return True
@@ -534,18 +559,18 @@ class _Matching:
 
     def is_pending(self, ident: str) -> bool:
         """Return whether a planned id stands for an object that the run has to create, but has not recorded yet."""
-        return ident in self._created and ident not in self.bindings
+        return ident in self._created_ids and ident not in self.bindings
 
     def _bind(self, planned_id: str, real_id: str) -> bool:
         if (
             planned_id not in self.bindings
-            and planned_id not in self._created
+            and planned_id not in self._created_ids
             and real_id not in self.bindings.values()
         ):
             self.bindings[planned_id] = real_id
         return self.bindings.get(planned_id) == real_id
 
-    def value(self, planned: Any, actual: Any, where: str, ignored_keys: Container[str] = ()) -> None:
+    def check_value(self, planned: Any, actual: Any, place: str, ignored_keys: Container[str] = ()) -> None:
         """Compare two values. Raises Failure, whose message names the first difference.
 
         ``ignored_keys``: keys of the outermost mappings that are not compared.
@@ -555,28 +580,28 @@ class _Matching:
                 if key in ignored_keys:
                     continue
                 if key not in planned or key not in actual:
-                    raise _difference_error(f"{where}.{key}", planned.get(key), actual.get(key))
-                self.value(planned[key], actual[key], f"{where}.{key}")
+                    raise _create_difference_error(f"{place}.{key}", planned.get(key), actual.get(key))
+                self.check_value(planned[key], actual[key], f"{place}.{key}")
         elif isinstance(planned, (list, tuple)) and isinstance(actual, (list, tuple)):
             if len(planned) != len(actual):
-                raise _difference_error(where, planned, actual)
+                raise _create_difference_error(place, planned, actual)
             for number, pair in enumerate(zip(planned, actual)):
-                self.value(*pair, f"{where}.{number}")
+                self.check_value(*pair, f"{place}.{number}")
         elif isinstance(planned, str) and planned.startswith(_HASH_PREFIX):
             if not _matches_hash(planned, actual):
-                raise _unplanned_error(f"the secrets in {where} differ from those of the plan")
+                raise _create_unplanned_error(f"the secrets in {place} differ from those of the plan")
         elif isinstance(planned, str) and isinstance(actual, str):
-            if not self.text(planned, actual):
-                raise _difference_error(where, planned, actual)
+            if not self.match_text(planned, actual):
+                raise _create_difference_error(place, planned, actual)
         elif planned != actual:
-            raise _difference_error(where, planned, actual)
+            raise _create_difference_error(place, planned, actual)
 
 
-def _unplanned_error(reason: str) -> Failure:
+def _create_unplanned_error(reason: str) -> Failure:
     return Failure(f"{reason}: {_REMEDY}", "not_planned")
 
 
-def _names_in(entry: Entry) -> set[str]:
+def _list_changed_names(entry: Entry) -> set[str]:
     return {change["name"] for action in entry["actions"] for change in action["changes"]}
 
 
@@ -597,25 +622,25 @@ def _describe_path(path: str) -> str:
 def _match_actions(planned: Sequence[Mapping[str, Any]], actual: Sequence[Action], matching: _Matching) -> None:
     planned_verbs, actual_verbs = [each["verb"] for each in planned], [each.verb for each in actual]
     if planned_verbs != actual_verbs:
-        raise _unplanned_error(
+        raise _create_unplanned_error(
             f"the task would now carry out actions ({', '.join(actual_verbs)}) other than those in the plan "
             f"({', '.join(planned_verbs)})"
         )
     for planned_action, action in zip(planned, actual):
         verb = action.verb
-        matching.value(
+        matching.check_value(
             [[each["kind"], each["name"]] for each in planned_action["changes"]],
             [[each.kind, each.name] for each in action.changes],
             f"{verb} objects",
         )
         ignored_keys = _UNKNOWABLE_VIEW_KEYS if verb in _TIMEOUT_VERBS else {*_UNKNOWABLE_VIEW_KEYS, "timeout"}
         for planned_change, change in zip(planned_action["changes"], action.changes):
-            matching.value(planned_change["after"], change.after, f"{verb} {change.name}", ignored_keys)
-        matching.value(planned_action["request"], action.request, f"{verb} request", _UNKNOWABLE_REQUEST_KEYS)
+            matching.check_value(planned_change["after"], change.after, f"{verb} {change.name}", ignored_keys)
+        matching.check_value(planned_action["request"], action.request, f"{verb} request", _UNKNOWABLE_REQUEST_KEYS)
 
 
-def _difference_error(where: str, planned: Any, actual: Any) -> Failure:
-    return _unplanned_error(f"{where} is {_shorten(actual)}, but {_shorten(planned)} in the plan")
+def _create_difference_error(place: str, planned: Any, actual: Any) -> Failure:
+    return _create_unplanned_error(f"{place} is {_shorten(actual)}, but {_shorten(planned)} in the plan")
 
 
 def _shorten(value: Any) -> str:

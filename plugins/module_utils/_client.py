@@ -59,12 +59,12 @@ class Address:
         try:
             self.host, port = parts.hostname or "", parts.port
         except ValueError:
-            raise _invalid_url_error(self.url) from None
+            raise _create_invalid_url_error(self.url) from None
         self.port = port or (443 if self.uses_tls else 80)
         if parts.scheme == "unix" and not self.host and parts.path.startswith("/"):
             self.socket, self.prefix = parts.path, ""
         elif parts.scheme not in ("http", "https") or not self.host or parts.username or parts.query:
-            raise _invalid_url_error(self.url)
+            raise _create_invalid_url_error(self.url)
 
     @property
     def is_local(self) -> bool:
@@ -72,7 +72,7 @@ class Address:
         return bool(self.socket) or LOOPBACK_HOST.fullmatch(self.host) is not None
 
 
-def _invalid_url_error(url: str) -> Failure:
+def _create_invalid_url_error(url: str) -> Failure:
     url_without_login = re.sub(r"//[^/@]*@", "//", url)
     return Failure(
         f"gateway_url {url_without_login!r} is not the address of a gateway: use unix:///path/to/gateway.sock, "
@@ -128,10 +128,10 @@ class Client:
         """The gateway's id, known after ``enter_plan``, ``enter_run`` or ``require_version``."""
         self.typical_costs: dict[str, Any] | None = None
         """The costs of recent captures, known after ``enter_plan``; None if there were none."""
-        self.objects_read: dict[str, Any] = {}
+        self.known_objects: dict[str, Any] = {}
         """The last state of each object that this client has read, by path; None if the object does not exist."""
         self.requested_paths: set[str] = set()
-        """The keys of ``objects_read`` that were requested alone and not in a list."""
+        """The keys of ``known_objects`` that were requested alone and not in a list."""
 
     def close(self) -> None:
         if self._connection is not None:
@@ -181,7 +181,7 @@ class Client:
             return f"/applied-runs/{self.run_id}"
         return f"/plans/{self.plan_id}" if self.plan_id else ""
 
-    def session_reference(self) -> dict[str, Any]:
+    def make_session_reference(self) -> dict[str, Any]:
         """Return the data that another process needs to end this client's session, including the API key."""
         return {
             "url": self.address.url,
@@ -220,19 +220,19 @@ class Client:
             raise
 
     def _remember(self, path: str, data: Any) -> None:
-        self.objects_read[path] = data
+        self.known_objects[path] = data
         self.requested_paths.add(path)
 
-    def _remember_listed(self, path: str, entry: Any) -> None:
-        for ref in _refs_of(path, entry):
+    def _remember_list_entry(self, path: str, entry: Any) -> None:
+        for ref in _list_refs(path, entry):
             key = f"{path}/{ref}"
             # A request for one object has returned fields that lists do not contain.
-            detail = self.objects_read.get(key) if key in self.requested_paths else None
-            self.objects_read[key] = {**detail, **entry} if detail else entry
+            detail = self.known_objects.get(key) if key in self.requested_paths else None
+            self.known_objects[key] = {**detail, **entry} if detail else entry
 
     def forget_objects(self) -> None:
         """Forget which objects this client has read."""
-        self.objects_read.clear()
+        self.known_objects.clear()
         self.requested_paths.clear()
 
     def list_all(self, path: str, **query: Any) -> Iterator[Any]:
@@ -245,13 +245,13 @@ class Client:
                 self._remember(path, response.data)
             for entry in response.data:
                 if not is_part_of_object:
-                    self._remember_listed(path, entry)
+                    self._remember_list_entry(path, entry)
                 yield entry
             previous_token, page_token = page_token, response.headers.get("x-next-token", "")
             if not page_token:
                 return
             if page_token == previous_token:
-                raise self._not_a_gateway_error(f"GET {path}", "it returned the same page twice")
+                raise self._create_not_a_gateway_error(f"GET {path}", "it returned the same page twice")
 
     def post(self, path: str, body: dict[str, Any] | None = None) -> Any:
         return self.call("POST", path, body=body or {}).data
@@ -274,7 +274,7 @@ class Client:
         self._retry_while_busy(lambda: self._download_once(path, write))
 
     def _download_once(self, path: str, write: Callable[[bytes], object]) -> None:
-        with self._opened_transfer("GET", path) as connection:
+        with self._transfer_opened("GET", path) as connection:
             connection.endheaders()
             response = connection.getresponse()
             if response.status >= 400:
@@ -297,7 +297,7 @@ class Client:
         return self._retry_while_busy(lambda: self._upload_once(path, read_pieces(), query))
 
     def _upload_once(self, path: str, pieces: Iterable[bytes], query: dict[str, Any]) -> Any:
-        with self._opened_transfer("POST", path, query) as connection:
+        with self._transfer_opened("POST", path, query) as connection:
             connection.putheader("Transfer-Encoding", "chunked")
             connection.endheaders()
             try:
@@ -309,10 +309,12 @@ class Client:
             response = connection.getresponse()
             if response.status >= 400:
                 self._raise_failure(f"POST {path}", response)
-            return self._decode(f"POST {path}", response.status, read_at_most(MAX_RESPONSE_BYTES, response) or b"")
+            return self._decode(
+                f"POST {path}", response.status, read_limited_response(MAX_RESPONSE_BYTES, response) or b""
+            )
 
     @contextlib.contextmanager
-    def _opened_transfer(
+    def _transfer_opened(
         self, method: str, path: str, query: dict[str, Any] | None = None
     ) -> Iterator[http.client.HTTPConnection]:
         """Connect, and send the beginning of a request. The caller sends the rest inside this context."""
@@ -329,14 +331,14 @@ class Client:
                 connection.putheader("Authorization", f"Bearer {self._token}")
             yield connection
         except (http.client.HTTPException, OSError) as error:
-            raise self._unreachable_error(f"{method} {path}", error) from None
+            raise self._create_unreachable_error(f"{method} {path}", error) from None
         finally:
             self._has_connected = has_connected
             connection.close()
 
     def _raise_failure(self, request: str, response: http.client.HTTPResponse) -> NoReturn:
-        data = self._decode(request, response.status, read_at_most(MAX_RESPONSE_BYTES, response) or b"")
-        raise self._make_failure_or_busy(request, response.status, response.headers, data)
+        data = self._decode(request, response.status, read_limited_response(MAX_RESPONSE_BYTES, response) or b"")
+        raise self._make_failure_or_busy_error(request, response.status, response.headers, data)
 
     def require_version(self) -> None:
         """Raise Failure if the gateway is too old, or if the server is not a gateway.
@@ -349,9 +351,9 @@ class Client:
         version = str(health.get("version", ""))
         match = re.match(r"(\d+)\.(\d+)(?:\.(\d+))?", version)
         if match is None:
-            raise self._not_a_gateway_error("GET /health", "its response contains no version")
+            raise self._create_not_a_gateway_error("GET /health", "its response contains no version")
         if tuple(int(part or 0) for part in match.groups()) < MINIMUM_VERSION:
-            raise self._gateway_too_old_error(version)
+            raise self._create_gateway_too_old_error(version)
         self._has_checked_version = True
         self.gateway_id = self.gateway_id or str(health.get("gatewayID", ""))
 
@@ -379,9 +381,9 @@ class Client:
         data = self._decode(f"{method} {path}", status, raw_body)
         if status < 400:
             return Response(status, data, headers)
-        raise self._make_failure_or_busy(f"{method} {path}", status, headers, data)
+        raise self._make_failure_or_busy_error(f"{method} {path}", status, headers, data)
 
-    def _make_failure_or_busy(self, request: str, status: int, headers: Any, data: Any) -> Exception:
+    def _make_failure_or_busy_error(self, request: str, status: int, headers: Any, data: Any) -> Exception:
         failure = self._make_response_failure(request, status, data)
         retry_after = headers.get("Retry-After", "")
         if status in (429, 503) and re.fullmatch("[0-9]{1,9}", retry_after):
@@ -416,15 +418,15 @@ class Client:
             self.close()
             # The gateway may have closed an idle connection. Repeat only requests that change nothing.
             if not is_reused or method != "GET":
-                raise self._unreachable_error(f"{method} {path}", error) from None
+                raise self._create_unreachable_error(f"{method} {path}", error) from None
         except (OSError, ValueError) as error:
             self.close()
-            raise self._unreachable_error(f"{method} {path}", error) from None
+            raise self._create_unreachable_error(f"{method} {path}", error) from None
         try:
             return self._exchange(method, target, payload, headers)
         except (http.client.HTTPException, OSError) as error:
             self.close()
-            raise self._unreachable_error(f"{method} {path}", error) from None
+            raise self._create_unreachable_error(f"{method} {path}", error) from None
 
     def _exchange(
         self, method: str, target: str, payload: bytes | None, headers: dict[str, str]
@@ -432,10 +434,10 @@ class Client:
         connection = self._open_connection()
         connection.request(method, target, body=payload, headers=headers)
         response = connection.getresponse()
-        raw_body = read_at_most(MAX_RESPONSE_BYTES, response)
+        raw_body = read_limited_response(MAX_RESPONSE_BYTES, response)
         if raw_body is None:
             self.close()
-            raise self._not_a_gateway_error(
+            raise self._create_not_a_gateway_error(
                 f"{method} {target.partition('?')[0]}", f"its response exceeds {MAX_RESPONSE_BYTES} bytes"
             )
         if response.will_close:
@@ -489,11 +491,11 @@ class Client:
         try:
             return json.loads(to_planned_ids(raw_body.decode()) if self.plan_id else raw_body)
         except (ValueError, RecursionError):
-            raise self._not_a_gateway_error(request, f"it returned status {status} without JSON") from None
+            raise self._create_not_a_gateway_error(request, f"it returned status {status} without JSON") from None
 
     def _make_response_failure(self, request: str, status: int, data: Any) -> Failure:
         if not isinstance(data, dict) or "message" not in data:
-            return self._not_a_gateway_error(request, f"it returned status {status} with unexpected JSON")
+            return self._create_not_a_gateway_error(request, f"it returned status {status} with unexpected JSON")
         message, kind = str(data["message"]), str(data.get("kind", "backend_failed"))
         if status == 401:
             return Failure(
@@ -503,10 +505,10 @@ class Client:
                 status=status,
             )
         if status in (404, 405) and message.startswith(("route ", request)):
-            return self._gateway_too_old_error(None, request)
+            return self._create_gateway_too_old_error(None, request)
         return Failure(message, kind, blockers=[str(item) for item in data.get("blockers") or ()], status=status)
 
-    def _gateway_too_old_error(self, version: str | None, request: str = "") -> Failure:
+    def _create_gateway_too_old_error(self, version: str | None, request: str = "") -> Failure:
         required_version = ".".join(str(part) for part in MINIMUM_VERSION)
         problem = f"is version {version}" if version else f"does not support {request}"
         return Failure(
@@ -515,13 +517,13 @@ class Client:
             "too_old",
         )
 
-    def _not_a_gateway_error(self, request: str, reason: str) -> Failure:
+    def _create_not_a_gateway_error(self, request: str, reason: str) -> Failure:
         return Failure(
             f"the server at {self.address.url} is not a sandbox gateway ({request}: {reason}): check gateway_url",
             "not_a_gateway",
         )
 
-    def _unreachable_error(self, request: str, error: Exception) -> Failure:
+    def _create_unreachable_error(self, request: str, error: Exception) -> Failure:
         if isinstance(error, ssl.SSLCertVerificationError):
             reason = getattr(error, "verify_message", "") or "it is not trusted"
             return Failure(
@@ -568,7 +570,7 @@ class _GatewayBusy(Exception):
         self.retry_after = retry_after
 
 
-def _refs_of(path: str, entry: Any) -> list[str]:
+def _list_refs(path: str, entry: Any) -> list[str]:
     """Return the names and the id of an entry of the list at ``path``."""
     if not isinstance(entry, dict):
         return []
@@ -583,7 +585,7 @@ def _format_query_value(value: Any, format_text: Callable[[str], str]) -> str:
     return {True: "true", False: "false"}[value] if isinstance(value, bool) else format_text(str(value))
 
 
-def read_at_most(size: int, response: http.client.HTTPResponse) -> bytes | None:
+def read_limited_response(size: int, response: http.client.HTTPResponse) -> bytes | None:
     """Return the rest of a response, or None if it is longer than ``size`` bytes. Raises IncompleteRead or OSError."""
     data = bytearray()
     chunk = response.read(_CHUNK_BYTES)

@@ -47,7 +47,7 @@ class Failure(Exception):
         self.blockers = [make_printable(each) for each in blockers]
         self.status = status
 
-    def as_dict(self) -> dict[str, Any]:
+    def to_dict(self) -> dict[str, Any]:
         """Return the failure as it appears in a module's result."""
         return {"kind": self.kind, "message": self.message, "blockers": self.blockers, "status": self.status}
 
@@ -64,7 +64,7 @@ def join_failures(failures: dict[str, Failure], total: int) -> Failure:
 
 
 @contextlib.contextmanager
-def explaining_removal(kind: str, ref: str, ident: str) -> Iterator[None]:
+def removal_explained(kind: str, ref: str, ident: str) -> Iterator[None]:
     """Replace a "not found" error about ``ident`` with one that names the resource as the user did.
 
     Use it around requests that need a resource that existed when the task was planned.

@@ -14,13 +14,13 @@ from typing import TYPE_CHECKING, Any
 
 from ansible_collections.grove.sandbox.plugins.module_utils import _refusals
 from ansible_collections.grove.sandbox.plugins.module_utils._client import quote_segment
-from ansible_collections.grove.sandbox.plugins.module_utils._failure import Failure, explaining_removal
+from ansible_collections.grove.sandbox.plugins.module_utils._failure import Failure, removal_explained
 from ansible_collections.grove.sandbox.plugins.module_utils._mounts import (
     MOUNT_OPTIONS,
     Mount,
     check_volumes_exist,
     find_volumes,
-    mounted_paths,
+    list_mounted_paths,
     parse_mounts,
 )
 from ansible_collections.grove.sandbox.plugins.module_utils._names import find_taken_names
@@ -29,30 +29,30 @@ from ansible_collections.grove.sandbox.plugins.module_utils._plan import (
     Change,
     Plan,
     keep_common_keys,
+    make_temporary_name,
     require_minimum,
     stringify_values,
-    temporary_name,
     validate_names,
 )
 from ansible_collections.grove.sandbox.plugins.module_utils._sandbox import (
     apply_to_sandbox,
+    build_size_fields,
     check_mounts,
     check_sizes,
+    compute_lifetime,
     compute_lifetime_end,
+    get_final_view,
     lifetime_differs,
-    lifetime_of,
-    mounts_of_fork,
+    make_view,
     plan_remounts,
     plan_removal,
+    predict_mounts,
     replace,
-    size_fields,
     validate_timeout,
-    view,
-    view_after,
 )
 from ansible_collections.grove.sandbox.plugins.module_utils._shapes import (
-    sandbox_shape,
-    snapshot_shape,
+    make_sandbox_shape,
+    make_snapshot_shape,
 )
 from ansible_collections.grove.sandbox.plugins.module_utils._snapshot import check_running_for_capture
 
@@ -137,7 +137,7 @@ class CurrentState:
     captures: Mapping[str, str] = field(default_factory=dict)
 
 
-def desired_state(params: Mapping[str, Any]) -> DesiredState:
+def parse_desired_state(params: Mapping[str, Any]) -> DesiredState:
     kind = "snapshot" if params.get("snapshot") else "sandbox"
     prefix = params.get("name_prefix") or ""
     is_absent = params["state"] == "absent"
@@ -186,17 +186,17 @@ def observe(client: Client, want: DesiredState) -> CurrentState:
         if _is_complete(want, existing_forks):
             return CurrentState(existing_forks, frozenset(existing_forks), client.now())
     source, captures = _find_source(client, want)
-    all_sandboxes = {shape["name"]: shape for shape in map(sandbox_shape, client.list_all("/sandboxes"))}
+    all_sandboxes = {shape["name"]: shape for shape in map(make_sandbox_shape, client.list_all("/sandboxes"))}
     siblings = _find_siblings(client, want, source, all_sandboxes.values()) if source else frozenset()
     resources = {name: shape for name, shape in all_sandboxes.items() if name in siblings or name in want.names}
     missing_names = [] if want.state == "absent" else [name for name in want.names if name not in all_sandboxes]
     volumes = {} if want.state == "absent" else find_volumes(client, want.mounts, source)
-    taken_names = find_taken_names(client, missing_names, except_kind="sandbox")
+    taken_names = find_taken_names(client, missing_names, excluded_kind="sandbox")
     return CurrentState(resources, siblings, client.now(), source, taken_names, volumes, captures)
 
 
 def _list_forks(client: Client, snapshot: str) -> Iterator[dict[str, Any]]:
-    return map(sandbox_shape, client.list_all("/sandboxes", snapshotID=snapshot))
+    return map(make_sandbox_shape, client.list_all("/sandboxes", snapshotID=snapshot))
 
 
 def _is_complete(want: DesiredState, existing_forks: Mapping[str, Mapping[str, Any]]) -> bool:
@@ -216,8 +216,8 @@ def _find_source(client: Client, want: DesiredState) -> tuple[dict[str, Any] | N
     if entry is None:
         return None, {}
     if want.source_kind == "snapshot":
-        return snapshot_shape(entry), {each["name"]: each["snapshotID"] for each in entry.get("volumes") or []}
-    shape = sandbox_shape(entry)
+        return make_snapshot_shape(entry), {each["name"]: each["snapshotID"] for each in entry.get("volumes") or []}
+    shape = make_sandbox_shape(entry)
     return {**shape, "mounts": shape["volumes"]}, {each["name"]: "" for each in shape["volumes"]}
 
 
@@ -241,8 +241,8 @@ def _find_siblings(
     return frozenset(shape["name"] for shape in children if shape["forked_from"] not in listed_snapshot_ids)
 
 
-def named_paths(want: DesiredState, have: CurrentState) -> list[str]:
-    return [_make_source_path(want), *mounted_paths(want.mounts, have.source)]
+def list_named_paths(want: DesiredState, have: CurrentState) -> list[str]:
+    return [_make_source_path(want), *list_mounted_paths(want.mounts, have.source)]
 
 
 def plan(want: DesiredState, have: CurrentState) -> Plan:
@@ -252,14 +252,14 @@ def plan(want: DesiredState, have: CurrentState) -> Plan:
     fork_targets: list[tuple[str, Mapping[str, Any] | None]] = []
     actions: list[Action] = []
     for name in want.names:
-        current = have.resources.get(name)
+        current_shape = have.resources.get(name)
         try:
             if want.state == "absent":
-                actions += _plan_removal(want, have, name, current)
-            elif current is None or _should_replace(want, have, name, current):
-                fork_targets.append((name, _require_free_name(have, name, current)))
+                actions += _plan_removal(want, have, name, current_shape)
+            elif current_shape is None or _should_replace(want, have, name, current_shape):
+                fork_targets.append((name, _require_free_name(have, name, current_shape)))
             else:
-                actions += _plan_changes(want, have, name, current)
+                actions += _plan_changes(want, have, name, current_shape)
         except Failure as failure:
             failures[name] = failure
     if fork_targets:
@@ -277,15 +277,17 @@ def _check_source_not_requested(want: DesiredState, have: CurrentState) -> None:
             raise Failure(f"sandbox {name!r} cannot be a clone of itself: choose other names for the clones")
 
 
-def _plan_removal(want: DesiredState, have: CurrentState, name: str, current: Mapping[str, Any] | None) -> list[Action]:
-    if current is None:
+def _plan_removal(
+    want: DesiredState, have: CurrentState, name: str, current_shape: Mapping[str, Any] | None
+) -> list[Action]:
+    if current_shape is None:
         return []
     if name not in have.siblings:
-        raise _foreign_sandbox_error(want, name, current)
-    return [plan_removal(name, current)]
+        raise _create_foreign_sandbox_error(want, name, current_shape)
+    return [plan_removal(name, current_shape)]
 
 
-def _foreign_sandbox_error(want: DesiredState, name: str, current: Mapping[str, Any]) -> Failure:
+def _create_foreign_sandbox_error(want: DesiredState, name: str, current_shape: Mapping[str, Any]) -> Failure:
     remedy = (
         "set recreate: true to replace it, which loses its contents, or choose another name"
         if want.state == "present"
@@ -293,13 +295,13 @@ def _foreign_sandbox_error(want: DesiredState, name: str, current: Mapping[str, 
     )
     return Failure(
         f"sandbox {name!r} exists but is not a fork of {want.source_kind} {want.source!r} (it was created from "
-        f"{current['forked_from']}): {remedy}",
+        f"{current_shape['forked_from']}): {remedy}",
         "conflict",
-        blockers=[current["id"]],
+        blockers=[current_shape["id"]],
     )
 
 
-def _should_replace(want: DesiredState, have: CurrentState, name: str, current: Mapping[str, Any]) -> bool:
+def _should_replace(want: DesiredState, have: CurrentState, name: str, current_shape: Mapping[str, Any]) -> bool:
     """Return whether to replace the sandbox called ``name``.
 
     Without ``recreate``, raises Failure if it is not a sibling or differs in a fixed property.
@@ -307,40 +309,44 @@ def _should_replace(want: DesiredState, have: CurrentState, name: str, current: 
     if name not in have.siblings:
         if want.recreate:
             return True
-        raise _foreign_sandbox_error(want, name, current)
-    differences = [f"{key} {current[key]}, not {value}" for key, value in want.sizes.items() if current[key] != value]
+        raise _create_foreign_sandbox_error(want, name, current_shape)
+    differences = [
+        f"{key} {current_shape[key]}, not {value}" for key, value in want.sizes.items() if current_shape[key] != value
+    ]
     for mount in want.mounts or ():
-        if mount.clone and _find_clone(want, have, current, mount) is None:
+        if mount.clone and _find_clone(want, have, current_shape, mount) is None:
             differences.append(f"no private clone of volume {mount.volume!r} at {mount.path}")
     if differences and not want.recreate:
         raise Failure(
             f"sandbox {name!r} has {' and '.join(differences)}, which cannot change during its lifetime: set "
             "recreate: true to replace it, which loses its contents",
             "conflict",
-            blockers=[current["id"]],
+            blockers=[current_shape["id"]],
         )
-    return bool(differences) or _is_dead(current)
+    return bool(differences) or _is_dead(current_shape)
 
 
-def _find_clone(want: DesiredState, have: CurrentState, current: Mapping[str, Any], mount: Mount) -> str | None:
+def _find_clone(want: DesiredState, have: CurrentState, current_shape: Mapping[str, Any], mount: Mount) -> str | None:
     """Return the name of the sibling's private clone for ``mount``, or None if it has none."""
-    for each in current["volumes"]:
+    for each in current_shape["volumes"]:
         volume = have.volumes.get(each["name"], {})
         has_same_source = want.source_kind == "sandbox" or volume.get("fromSnapshot") == have.captures.get(mount.volume)
         if (each["path"], each["read_only"]) == (mount.path, mount.read_only) and has_same_source:
-            return each["name"] if volume.get("ownerSandboxID") == current["id"] else None
+            return each["name"] if volume.get("ownerSandboxID") == current_shape["id"] else None
     return None
 
 
-def _is_dead(current: Mapping[str, Any]) -> bool:
+def _is_dead(current_shape: Mapping[str, Any]) -> bool:
     """Return whether the sandbox is paused because its machine or its host stopped, not because of a request."""
-    return current["state"] == "paused" and bool(current["state_reason"])
+    return current_shape["state"] == "paused" and bool(current_shape["state_reason"])
 
 
-def _require_free_name(have: CurrentState, name: str, current: Mapping[str, Any] | None) -> Mapping[str, Any] | None:
-    if current is None and name in have.taken_names:
-        raise _refusals.name_taken_error(name, have.taken_names[name])
-    return current
+def _require_free_name(
+    have: CurrentState, name: str, current_shape: Mapping[str, Any] | None
+) -> Mapping[str, Any] | None:
+    if current_shape is None and name in have.taken_names:
+        raise _refusals.create_name_taken_error(name, have.taken_names[name])
+    return current_shape
 
 
 def _plan_fork(
@@ -356,15 +362,16 @@ def _plan_fork(
     check_mounts(want.mounts, source, have.volumes)
     _check_captures_exist(want, have)
     changes = tuple(
-        _make_fork_change(name, current, _predict_view(want, source, name)) for name, current in fork_targets
+        _make_fork_change(name, current_shape, _predict_view(want, source, name))
+        for name, current_shape in fork_targets
     )
     body: dict[str, Any] = {
         "names": [name for name, _current in fork_targets],
         "atomic": want.atomic,
-        **size_fields(want.sizes),
+        **build_size_fields(want.sizes),
     }
     if want.mounts is not None:
-        body["volumeMounts"] = [mount.request_fields() for mount in want.mounts]
+        body["volumeMounts"] = [mount.build_request_fields() for mount in want.mounts]
     if want.concurrency is not None:
         body["concurrency"] = want.concurrency
     if want.metadata:
@@ -376,9 +383,9 @@ def _plan_fork(
     if want.cold_start:
         body["coldStart"] = True
     replaced_sandboxes = tuple(
-        (current["id"], current["name"], temporary_name(current["name"], current["id"]))
-        for _name, current in fork_targets
-        if current is not None
+        (current_shape["id"], current_shape["name"], make_temporary_name(current_shape["name"], current_shape["id"]))
+        for _name, current_shape in fork_targets
+        if current_shape is not None
     )
     verb = "fork" if want.source_kind == "snapshot" else "clone"
     request = {
@@ -390,8 +397,8 @@ def _plan_fork(
     return Action(verb, changes, request)
 
 
-def _make_fork_change(name: str, current: Mapping[str, Any] | None, after: Mapping[str, Any]) -> Change:
-    return Change(name, None if current is None else keep_common_keys(view(current), after), after)
+def _make_fork_change(name: str, current_shape: Mapping[str, Any] | None, after: Mapping[str, Any]) -> Change:
+    return Change(name, None if current_shape is None else keep_common_keys(make_view(current_shape), after), after)
 
 
 def _check_captures_exist(want: DesiredState, have: CurrentState) -> None:
@@ -399,7 +406,7 @@ def _check_captures_exist(want: DesiredState, have: CurrentState) -> None:
     for mount in want.mounts or ():
         if not mount.clone or mount.volume in have.captures:
             continue
-        raise _refusals.nothing_to_clone_error(mount.volume, want.source_kind, want.source)
+        raise _refusals.create_nothing_to_clone_error(mount.volume, want.source_kind, want.source)
 
 
 def _predict_view(want: DesiredState, source: Mapping[str, Any], name: str) -> dict[str, Any]:
@@ -413,7 +420,7 @@ def _predict_view(want: DesiredState, source: Mapping[str, Any], name: str) -> d
         fork_view["timeout"] = want.timeout
     if not any(mount.clone for mount in want.mounts or ()):
         # The gateway chooses the names of clones.
-        fork_view["volumes"] = mounts_of_fork(want.mounts, source)
+        fork_view["volumes"] = predict_mounts(want.mounts, source)
     if want.source_kind == "snapshot":
         fork_view["forked_from"] = source["id"]
     else:
@@ -421,55 +428,66 @@ def _predict_view(want: DesiredState, source: Mapping[str, Any], name: str) -> d
     return fork_view
 
 
-def _plan_changes(want: DesiredState, have: CurrentState, name: str, current: Mapping[str, Any]) -> list[Action]:
+def _plan_changes(want: DesiredState, have: CurrentState, name: str, current_shape: Mapping[str, Any]) -> list[Action]:
     """Return the actions that change an existing sibling. A resume comes first, a pause last."""
-    if _matches_request(want, current):
+    if _matches_request(want, current_shape):
         return []
-    current_view = view(current)
+    current_view = make_view(current_shape)
     check_volumes_exist(want.mounts, have.volumes)
     actions: list[Action] = []
     if not want.paused and current_view["state"] == "paused":
         actions.append(
-            Action("resume", (Change(name, current_view, {**current_view, "state": "running"}),), {"id": current["id"]})
+            Action(
+                "resume",
+                (Change(name, current_view, {**current_view, "state": "running"}),),
+                {"id": current_shape["id"]},
+            )
         )
-        current_view = view_after(actions, current_view)
+        current_view = get_final_view(actions, current_view)
     if want.metadata is not None and want.metadata != current_view["metadata"]:
         new_view = {**current_view, "metadata": dict(want.metadata)}
-        request = {"id": current["id"], "body": {"metadata": dict(want.metadata)}}
+        request = {"id": current_shape["id"], "body": {"metadata": dict(want.metadata)}}
         actions.append(Action("update", (Change(name, current_view, new_view),), request))
         current_view = new_view
-    actions += plan_remounts(name, current, current_view, _resolve_mounts(want, have, current))
-    current_view = view_after(actions, current_view)
+    actions += plan_remounts(name, current_shape, current_view, _resolve_mounts(want, have, current_shape))
+    current_view = get_final_view(actions, current_view)
     if lifetime_differs(want.timeout, current_view["timeout"]):
         new_view = {**current_view, "timeout": want.timeout}
-        request = {"id": current["id"], "end": compute_lifetime_end(want.timeout, name, current, have.gateway_time)}
+        request = {
+            "id": current_shape["id"],
+            "end": compute_lifetime_end(want.timeout, name, current_shape, have.gateway_time),
+        }
         actions.append(Action("set_timeout", (Change(name, current_view, new_view),), request))
         current_view = new_view
     if want.paused and current_view["state"] == "running":
         actions.append(
-            Action("pause", (Change(name, current_view, {**current_view, "state": "paused"}),), {"id": current["id"]})
+            Action(
+                "pause", (Change(name, current_view, {**current_view, "state": "paused"}),), {"id": current_shape["id"]}
+            )
         )
     return actions
 
 
-def _matches_request(want: DesiredState, current: Mapping[str, Any]) -> bool:
+def _matches_request(want: DesiredState, current_shape: Mapping[str, Any]) -> bool:
     """Return whether the sibling needs no change. Does not create views, which would be slow for a hundred siblings."""
     requested_state = "paused" if want.paused else "running"
-    has_same_lifetime = want.timeout is None or not lifetime_differs(want.timeout, lifetime_of(current))
+    has_same_lifetime = want.timeout is None or not lifetime_differs(want.timeout, compute_lifetime(current_shape))
     return (
-        current["state"] == requested_state
-        and want.metadata in (None, current["metadata"])
+        current_shape["state"] == requested_state
+        and want.metadata in (None, current_shape["metadata"])
         and want.mounts is None
         and has_same_lifetime
     )
 
 
-def _resolve_mounts(want: DesiredState, have: CurrentState, current: Mapping[str, Any]) -> tuple[Mount, ...] | None:
+def _resolve_mounts(
+    want: DesiredState, have: CurrentState, current_shape: Mapping[str, Any]
+) -> tuple[Mount, ...] | None:
     """Return the requested mounts, with the names of this sibling's clones in place of the cloned volumes."""
     if want.mounts is None:
         return None
     return tuple(
-        Mount(_find_clone(want, have, current, mount) or mount.volume, mount.path, mount.read_only)
+        Mount(_find_clone(want, have, current_shape, mount) or mount.volume, mount.path, mount.read_only)
         if mount.clone
         else mount
         for mount in want.mounts
@@ -507,7 +525,7 @@ def apply(action: Action, client: Client) -> dict[str, Failure]:
     if request["old"]:
         # All replacements must exist before the first old sandbox is removed.
         body["atomic"] = True
-    with explaining_removal(*request["ref"], request["source"]):
+    with removal_explained(*request["ref"], request["source"]):
         response = replace(
             client, list(request["old"]), lambda: client.post(path.format(quote_segment(request["source"])), body)
         )
@@ -528,10 +546,10 @@ def _parse_failures(response: Any) -> dict[str, Failure]:
     }
 
 
-def result_lists(want: DesiredState) -> dict[str, tuple[str, ...]]:
+def get_result_lists(want: DesiredState) -> dict[str, tuple[str, ...]]:
     """Return the keys of the result's lists, in order, with the names of the resources in each list."""
     return {PLURAL: want.names}
 
 
-def resources_by_name(want: DesiredState, have: CurrentState) -> Mapping[str, Mapping[str, Any]]:
+def get_resources_by_name(want: DesiredState, have: CurrentState) -> Mapping[str, Mapping[str, Any]]:
     return have.resources

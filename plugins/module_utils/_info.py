@@ -12,12 +12,12 @@ from typing import TYPE_CHECKING, Any, Optional
 
 from ansible_collections.grove.sandbox.plugins.module_utils._client import quote_segment
 from ansible_collections.grove.sandbox.plugins.module_utils._failure import Failure
-from ansible_collections.grove.sandbox.plugins.module_utils._plan import hide_unknown, stringify_values
+from ansible_collections.grove.sandbox.plugins.module_utils._plan import hide_unknown_values, stringify_values
 from ansible_collections.grove.sandbox.plugins.module_utils._shapes import (
-    sandbox_shape,
-    snapshot_shape,
-    template_shape,
-    volume_shape,
+    make_sandbox_shape,
+    make_snapshot_shape,
+    make_template_shape,
+    make_volume_shape,
 )
 
 if TYPE_CHECKING:
@@ -51,7 +51,7 @@ class Listing:
     def RULES(self) -> dict[str, Any]:
         return {}
 
-    def result(self, client: Client, params: Mapping[str, Any]) -> dict[str, Any]:
+    def make_result(self, client: Client, params: Mapping[str, Any]) -> dict[str, Any]:
         """Return the module's result, which contains the selected resources. Raises Failure."""
         query = {
             parameter: _format_query_value(params.get(option)) for option, parameter in self.query_parameters.items()
@@ -61,14 +61,14 @@ class Listing:
         shapes = [
             self.make_shape(client, entry)
             for entry in entries
-            if names is None or not self._names_of(entry).isdisjoint(names)
+            if names is None or not self._list_names(entry).isdisjoint(names)
         ]
         existing_shapes = [shape for shape in shapes if shape is not None]
         if client.is_planning:
-            existing_shapes = [hide_unknown(shape, client.plan_opened_at) for shape in existing_shapes]
+            existing_shapes = [hide_unknown_values(shape, client.plan_opened_at) for shape in existing_shapes]
         return {"changed": False, self.plural: existing_shapes}
 
-    def _names_of(self, entry: Mapping[str, Any]) -> set[str]:
+    def _list_names(self, entry: Mapping[str, Any]) -> set[str]:
         return {str(entry.get("name")), str(entry[self.id_field]), *(entry.get("names") or [])}
 
 
@@ -81,7 +81,7 @@ def _format_query_value(value: Any) -> Any:
 
 def _fetch_volume_shape(client: Client, volume: dict[str, Any]) -> dict[str, Any] | None:
     try:
-        return volume_shape(volume, client.list_all(f"/volumes/{quote_segment(volume['name'])}/snapshots"))
+        return make_volume_shape(volume, client.list_all(f"/volumes/{quote_segment(volume['name'])}/snapshots"))
     except Failure as failure:
         if failure.kind == "not_found":
             return None
@@ -91,7 +91,7 @@ def _fetch_volume_shape(client: Client, volume: dict[str, Any]) -> dict[str, Any
 SANDBOXES = Listing(
     "sandboxes",
     "sandboxID",
-    lambda _client, entry: sandbox_shape(entry),
+    lambda _client, entry: make_sandbox_shape(entry),
     {
         "state": {"type": "list", "elements": "str", "choices": ["running", "paused"]},
         "metadata": {"type": "dict"},
@@ -112,9 +112,9 @@ SANDBOXES = Listing(
 SNAPSHOTS = Listing(
     "snapshots",
     "snapshotID",
-    lambda _client, entry: snapshot_shape(entry),
+    lambda _client, entry: make_snapshot_shape(entry),
     {"sandbox": {"type": "str"}, "template": {"type": "str"}},
     {"sandbox": "sandboxID", "template": "templateID"},
 )
-TEMPLATES = Listing("templates", "templateID", lambda _client, entry: template_shape(entry))
+TEMPLATES = Listing("templates", "templateID", lambda _client, entry: make_template_shape(entry))
 VOLUMES = Listing("volumes", "volumeID", _fetch_volume_shape)

@@ -38,7 +38,7 @@ COMMON_ARGUMENTS: dict[str, Any] = {
 }
 
 
-def argument_spec(resource_kind: ResourceKind) -> dict[str, Any]:
+def make_argument_spec(resource_kind: ResourceKind) -> dict[str, Any]:
     """Return the argument specification of ``resource_kind``, with the common options."""
     return copy.deepcopy({**COMMON_ARGUMENTS, **resource_kind.ARGUMENTS})
 
@@ -46,21 +46,23 @@ def argument_spec(resource_kind: ResourceKind) -> dict[str, Any]:
 class _GatewayModule(AnsibleModule):
     def fail_json(self, msg: str, **result: Any) -> NoReturn:
         """Report Ansible's own errors, such as an unknown option, in the same form as all other failures."""
-        super().fail_json(msg, **{"failure": Failure(msg).as_dict(), **result})
+        super().fail_json(msg, **{"failure": Failure(msg).to_dict(), **result})
 
 
 def main(resource_kind: ResourceKind) -> None:
     """Run ``resource_kind`` as a module."""
     # The invocation is not logged, because `env` may contain secrets. As a no_log option, `env` would not work: Ansible
     # would censor its values, even short ones, in all results.
-    module = _GatewayModule(argument_spec(resource_kind), supports_check_mode=True, no_log=True, **resource_kind.RULES)
+    module = _GatewayModule(
+        make_argument_spec(resource_kind), supports_check_mode=True, no_log=True, **resource_kind.RULES
+    )
     if not isinstance(resource_kind, Listing) and not module.params["from_action_plugin"]:
         # Only the action plugin knows whether the run applies a plan, or records one.
         module.fail_json(
             "this module was started without its action plugin, for example by ansible.builtin.package, so it cannot "
             "know whether the run applies a plan: use the module itself as the action of a task"
         )
-    result = run(resource_kind, module.params, check=module.check_mode)
+    result = run(resource_kind, module.params, check_mode=module.check_mode)
     if not module._diff:
         remove_diff(result)
     result["invocation"] = {"module_args": redact_options(module.params)}

@@ -40,11 +40,11 @@ class Mount:
     read_only: bool = False
     clone: bool = False
 
-    def view(self) -> dict[str, Any]:
+    def make_view(self) -> dict[str, Any]:
         """Return the mount as it appears in a sandbox's shape."""
         return {"name": self.volume, "path": self.path, "read_only": self.read_only}
 
-    def request_fields(self) -> dict[str, Any]:
+    def build_request_fields(self) -> dict[str, Any]:
         """Return the mount as the gateway's request fields."""
         body = {"name": self.volume, "path": self.path, "readOnly": self.read_only}
         return {**body, "clone": True} if self.clone else body
@@ -72,20 +72,20 @@ def validate_path(path: str) -> str:
         or not _PATH_PATTERN.fullmatch(normalized_path)
         or {".", ".."}.intersection(normalized_path.split("/"))
     ):
-        raise _refusals.path_not_allowed_error(path, _MAX_PATH_LENGTH)
+        raise _refusals.create_path_not_allowed_error(path, _MAX_PATH_LENGTH)
     if normalized_path in _TOP_LEVEL_DIRECTORIES or any(
         is_inside(normalized_path, directory) for directory in _SYSTEM_DIRECTORIES
     ):
-        raise _refusals.system_path_error(normalized_path)
+        raise _refusals.create_system_path_error(normalized_path)
     return normalized_path
 
 
 def check_no_overlap(paths: Iterable[str]) -> None:
     """Raise Failure if two paths are equal or one is inside the other."""
     sorted_paths = sorted(paths, key=lambda path: path.split("/"))
-    for outer, inner in zip(sorted_paths, sorted_paths[1:]):
-        if is_inside(inner, outer):
-            raise _refusals.paths_overlap_error(outer, inner)
+    for outer_path, inner_path in zip(sorted_paths, sorted_paths[1:]):
+        if is_inside(inner_path, outer_path):
+            raise _refusals.create_paths_overlap_error(outer_path, inner_path)
 
 
 def is_inside(path: str, directory: str) -> bool:
@@ -102,14 +102,14 @@ def find_volumes(
     return {entry["name"]: entry for entry in client.list_all("/volumes")}
 
 
-def mounted_paths(mounts: tuple[Mount, ...] | None, source: Mapping[str, Any] | None) -> list[str]:
+def list_mounted_paths(mounts: tuple[Mount, ...] | None, source: Mapping[str, Any] | None) -> list[str]:
     """Return the paths of the volumes that a fork of ``source`` mounts: those of the source if ``mounts`` is None."""
     if mounts is not None:
-        return volume_paths(mount.volume for mount in mounts)
-    return volume_paths(each["name"] for each in (source or {}).get("mounts", ()))
+        return list_volume_paths(mount.volume for mount in mounts)
+    return list_volume_paths(each["name"] for each in (source or {}).get("mounts", ()))
 
 
-def volume_paths(names: Iterable[str]) -> list[str]:
+def list_volume_paths(names: Iterable[str]) -> list[str]:
     """Return the paths of volumes in the API."""
     return [f"/volumes/{quote_segment(name)}" for name in names]
 
@@ -123,10 +123,10 @@ def check_volumes_exist(mounts: Iterable[Mount] | None, volumes: Mapping[str, An
     """Raise Failure if a mounted volume is not in ``volumes``."""
     for mount in mounts or ():
         if mount.volume not in volumes:
-            raise _refusals.volume_not_found_error(mount.volume)
+            raise _refusals.create_volume_not_found_error(mount.volume)
 
 
 def check_running(name: str, sandbox: Mapping[str, Any], ident: str) -> None:
     """Raise Failure if the sandbox is paused, because volumes can be attached only to running sandboxes."""
     if sandbox["state"] != "running":
-        raise _refusals.paused_for_attach_error(name, ident)
+        raise _refusals.create_paused_for_attach_error(name, ident)

@@ -15,15 +15,15 @@ if TYPE_CHECKING:
 _LIST_PATHS = {"sandbox": "/sandboxes", "snapshot": "/snapshots", "template": "/templates", "volume": "/volumes"}
 
 
-def find_taken_names(client: Client, names: Iterable[str], *, except_kind: str) -> dict[str, str]:
-    """Return ``{name: kind}`` for the ``names`` that resources of other kinds have. Sends no request without names."""
+def find_taken_names(client: Client, names: Iterable[str], *, excluded_kind: str) -> dict[str, str]:
+    """Return ``{name: kind}`` for the ``names`` that resources of other kinds have. Without names, sends no request."""
     requested_names = set(names)
     if not requested_names:
         return {}
     query = {"name": next(iter(requested_names))} if len(requested_names) == 1 else {}
     taken_names = {}
     for kind, path in _LIST_PATHS.items():
-        if kind == except_kind:
+        if kind == excluded_kind:
             continue
         for entry in client.list_all(path, **query):
             if entry.get("buildStatus", "ready") != "ready":

@@ -133,20 +133,20 @@ def predict(shapes: Mapping[str, Mapping[str, Any]], actions: Iterable[Action]) 
     return result
 
 
-def fill_from_session(
-    predicted: Mapping[str, Mapping[str, Any]], planned: Mapping[str, Mapping[str, Any]]
+def fill_values_from_session(
+    predicted_shapes: Mapping[str, Mapping[str, Any]], planned_shapes: Mapping[str, Mapping[str, Any]]
 ) -> dict[str, dict[str, Any]]:
     """Return the predicted shapes, with None replaced by the values of the session, except for measurements.
 
-    ``planned``: the shapes of the same objects in the session. Later tasks use the ids that it gave to new objects.
-    Whether a sandbox has diverged is unknown if the session does not know it. Objects that the session has already
-    removed again are omitted, such as snapshots that a retention rule does not keep.
+    ``planned_shapes``: the shapes of the same objects in the session. Later tasks use the ids that it gave to new
+    objects. Whether a sandbox has diverged is unknown if the session does not know it. Objects that the session has
+    already removed again are omitted, such as snapshots that a retention rule does not keep.
     """
     result = {}
-    for name, shape in predicted.items():
-        if name not in planned:
+    for name, shape in predicted_shapes.items():
+        if name not in planned_shapes:
             continue
-        planned_shape = planned[name]
+        planned_shape = planned_shapes[name]
         values = {
             key: planned_shape.get(key) for key, value in shape.items() if value is None and key not in _MEASURED_KEYS
         }
@@ -159,7 +159,7 @@ def fill_from_session(
     return result
 
 
-def hide_unknown(shape: Mapping[str, Any], opened_at: str) -> dict[str, Any]:
+def hide_unknown_values(shape: Mapping[str, Any], opened_at: str) -> dict[str, Any]:
     """Return the shape of an object in a plan session, with None for values that only the run can know.
 
     These are times after the session began, at ``opened_at``, measurements of new objects, and whether a sandbox has
@@ -185,7 +185,7 @@ def may_have_diverged(sandbox: Mapping[str, Any]) -> bool:
     return sandbox["diverged"] is False and sandbox["state"] == "running"
 
 
-def diverged_condition(sandbox: Mapping[str, Any]) -> str:
+def make_diverged_condition(sandbox: Mapping[str, Any]) -> str:
     """Return the condition of an action that only a diverged sandbox needs, or "" if it is known to need the action."""
     if sandbox["diverged"]:
         return ""
@@ -194,7 +194,7 @@ def diverged_condition(sandbox: Mapping[str, Any]) -> str:
 
 
 @contextlib.contextmanager
-def refused_under(condition: str, *, is_expected: bool = True) -> Iterator[None]:
+def failures_conditional(condition: str, *, is_expected: bool = True) -> Iterator[None]:
     """Mark a Failure that is raised inside this context as one that occurs only under ``condition``."""
     try:
         yield
@@ -213,7 +213,7 @@ def validate_names(names: Iterable[str], kind: str) -> tuple[str, ...]:
     result = []
     for name in names:
         if not _NAME_PATTERN.fullmatch(name):
-            raise _refusals.name_not_allowed_error(kind, name)
+            raise _refusals.create_name_not_allowed_error(kind, name)
         if name in result:
             raise Failure(f"the {kind} name {name!r} is listed twice: list each name once")
         result.append(str(name))
@@ -265,6 +265,6 @@ def keep_common_keys(before: Mapping[str, Any], after: Mapping[str, Any]) -> dic
     return {key: value for key, value in before.items() if key in after}
 
 
-def temporary_name(name: str, ident: str) -> str:
+def make_temporary_name(name: str, ident: str) -> str:
     """Return the temporary name that a resource has while its replacement is created."""
     return f"{name[:50]}.old-{ident[:8]}"

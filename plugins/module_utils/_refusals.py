@@ -19,14 +19,14 @@ _MAX_NAMES = 20
 """Maximum number of names in a message."""
 
 
-def name_not_allowed_error(kind: str, name: str) -> Failure:
+def create_name_not_allowed_error(kind: str, name: str) -> Failure:
     return Failure(
         f"the {kind} name {_shorten(name)!r} is not allowed: use 1 to 64 letters, digits, '_', '.' or '-', "
         "starting with a letter or digit"
     )
 
 
-def name_taken_error(name: str, kind: str) -> Failure:
+def create_name_taken_error(name: str, kind: str) -> Failure:
     return Failure(
         f"the name {name!r} is taken by a {kind}: sandboxes, snapshots, templates and volumes share one "
         "namespace, so choose another name",
@@ -34,7 +34,7 @@ def name_taken_error(name: str, kind: str) -> Failure:
     )
 
 
-def in_use_error(kind: str, name: str, users: Mapping[str, Sequence[str]]) -> Failure:
+def create_in_use_error(kind: str, name: str, users: Mapping[str, Sequence[str]]) -> Failure:
     """Return the error for a snapshot or template in use. ``users`` contains names by kind of resource."""
     users_text = " and ".join(
         f"{_format_count(user_kind, len(names))} "
@@ -49,11 +49,11 @@ def in_use_error(kind: str, name: str, users: Mapping[str, Sequence[str]]) -> Fa
     )
 
 
-def template_not_ready_error(name: str) -> Failure:
+def create_template_not_ready_error(name: str) -> Failure:
     return Failure(f"template {name!r} is being built and cannot be removed yet: wait until the build ends", "conflict")
 
 
-def sizes_differ_error(source: str, sizes: Iterable[str]) -> Failure:
+def create_sizes_differ_error(source: str, sizes: Iterable[str]) -> Failure:
     """Return the error for sizes that differ from the source's, each as "NAME CURRENT, not REQUESTED"."""
     return Failure(
         f"{source!r} includes the memory of a machine with {' and '.join(sizes)}: do not change the sizes, "
@@ -62,11 +62,11 @@ def sizes_differ_error(source: str, sizes: Iterable[str]) -> Failure:
     )
 
 
-def disk_too_small_error(size: int, source: int) -> Failure:
+def create_disk_too_small_error(size: int, source: int) -> Failure:
     return Failure(f"disk_mb {size} is less than the {source} MiB of the source: set disk_mb to at least {source}")
 
 
-def paused_for_capture_error(name: str, ident: str) -> Failure:
+def create_paused_for_capture_error(name: str, ident: str) -> Failure:
     return Failure(
         f"sandbox {name!r} is paused and cannot be captured: resume it first, with the module "
         "grove.sandbox.sandbox and state: running",
@@ -75,7 +75,7 @@ def paused_for_capture_error(name: str, ident: str) -> Failure:
     )
 
 
-def paused_for_attach_error(name: str, ident: str) -> Failure:
+def create_paused_for_attach_error(name: str, ident: str) -> Failure:
     return Failure(
         f"sandbox {name!r} is paused, but a volume can be attached only to a running sandbox: resume it "
         "first, with the module grove.sandbox.sandbox and state: running",
@@ -84,20 +84,20 @@ def paused_for_attach_error(name: str, ident: str) -> Failure:
     )
 
 
-def prewarm_without_memory_error(kind: str, name: str) -> Failure:
+def create_prewarm_without_memory_error(kind: str, name: str) -> Failure:
     return Failure(
         f"{kind} {name!r} has no memory, so its forks boot and cannot be kept ready: omit prewarm, or set it to 0",
         "unsupported",
     )
 
 
-def volume_not_found_error(name: str) -> Failure:
+def create_volume_not_found_error(name: str) -> Failure:
     return Failure(
         f"volume {name!r} not found: create it first, with the module grove.sandbox.sandbox_volume", "not_found"
     )
 
 
-def volumes_lost_error(source: str, volumes: Sequence[str]) -> Failure:
+def create_volumes_lost_error(source: str, volumes: Sequence[str]) -> Failure:
     return Failure(
         f"{source!r} was captured with volumes that no longer exist ({', '.join(volumes)}): set volumes to "
         "the volumes to mount ([] for none)",
@@ -106,7 +106,7 @@ def volumes_lost_error(source: str, volumes: Sequence[str]) -> Failure:
     )
 
 
-def volume_not_mounted_error(volume: str, sandbox: str, ident: str) -> Failure:
+def create_volume_not_mounted_error(volume: str, sandbox: str, ident: str) -> Failure:
     return Failure(
         f"volume {volume!r} is not mounted in sandbox {sandbox!r}, so a snapshot of the sandbox cannot include it: "
         "attach it first, or take a snapshot of the volume alone with the module grove.sandbox.sandbox_volume",
@@ -114,7 +114,7 @@ def volume_not_mounted_error(volume: str, sandbox: str, ident: str) -> Failure:
     )
 
 
-def nothing_to_clone_error(volume: str, source_kind: str, source: str) -> Failure:
+def create_nothing_to_clone_error(volume: str, source_kind: str, source: str) -> Failure:
     if source_kind == "sandbox":
         return Failure(
             f"volume {volume!r} is not mounted in sandbox {source!r}, so it cannot be cloned with the "
@@ -126,7 +126,7 @@ def nothing_to_clone_error(volume: str, source_kind: str, source: str) -> Failur
     )
 
 
-def volume_has_writers_error(name: str, writers: Iterable[Any]) -> Failure:
+def create_volume_has_writers_error(name: str, writers: Iterable[Any]) -> Failure:
     """Return the error for a volume with writers. ``writers`` contains their attachments, as in a volume's shape."""
     attachments = list(writers)
     return Failure(
@@ -137,36 +137,38 @@ def volume_has_writers_error(name: str, writers: Iterable[Any]) -> Failure:
     )
 
 
-def volume_cannot_shrink_error(name: str, size: int, requested: int) -> Failure:
+def create_volume_cannot_shrink_error(name: str, size: int, requested_size: int) -> Failure:
     return Failure(
-        f"volume {name!r} has a size of {size} MiB and cannot shrink to {requested} MiB: do not reduce size_mb, or "
-        "create a smaller volume and copy the files",
+        f"volume {name!r} has a size of {size} MiB and cannot shrink to {requested_size} MiB: do not reduce size_mb, "
+        "or create a smaller volume and copy the files",
         "conflict",
     )
 
 
-def volume_too_small_error(name: str, size: int, source: int) -> Failure:
+def create_volume_too_small_error(name: str, size: int, source: int) -> Failure:
     return Failure(
         f"size_mb {size} is less than the {source} MiB of the snapshot for volume {name!r}: "
         f"set size_mb to at least {source}"
     )
 
 
-def path_not_allowed_error(path: str, max_length: int) -> Failure:
+def create_path_not_allowed_error(path: str, max_length: int) -> Failure:
     return Failure(
         f"a volume cannot be mounted at {_shorten(path)!r}: use an absolute path without '.' and '..', of "
         f"at most {max_length} letters, digits and _ . @ + : = -"
     )
 
 
-def system_path_error(path: str) -> Failure:
+def create_system_path_error(path: str) -> Failure:
     return Failure(
         f"a volume cannot be mounted at {path!r}, which the system needs: use another path, for example below /srv"
     )
 
 
-def paths_overlap_error(outer: str, inner: str) -> Failure:
-    return Failure(f"volumes cannot be mounted both at {outer!r} and inside it at {inner!r}: choose separate paths")
+def create_paths_overlap_error(outer_path: str, inner_path: str) -> Failure:
+    return Failure(
+        f"volumes cannot be mounted both at {outer_path!r} and inside it at {inner_path!r}: choose separate paths"
+    )
 
 
 def _format_count(noun: str, count: int) -> str:

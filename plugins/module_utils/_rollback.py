@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any
 
 from ansible_collections.grove.sandbox.plugins.module_utils import _refusals
 from ansible_collections.grove.sandbox.plugins.module_utils._client import quote_segment
-from ansible_collections.grove.sandbox.plugins.module_utils._failure import Failure, explaining_removal
-from ansible_collections.grove.sandbox.plugins.module_utils._mounts import volume_paths
+from ansible_collections.grove.sandbox.plugins.module_utils._failure import Failure, removal_explained
+from ansible_collections.grove.sandbox.plugins.module_utils._mounts import list_volume_paths
 from ansible_collections.grove.sandbox.plugins.module_utils._names import find_taken_names
 from ansible_collections.grove.sandbox.plugins.module_utils._plan import (
     SNAPSHOT,
@@ -22,22 +22,22 @@ from ansible_collections.grove.sandbox.plugins.module_utils._plan import (
     Change,
     Plan,
     Planner,
-    diverged_condition,
+    failures_conditional,
+    make_diverged_condition,
     may_have_diverged,
-    refused_under,
     validate_names,
 )
 from ansible_collections.grove.sandbox.plugins.module_utils._sandbox import SIZE_KEYS
 from ansible_collections.grove.sandbox.plugins.module_utils._shapes import (
     SANDBOX_KEYS,
     SNAPSHOT_KEYS,
-    sandbox_shape,
-    snapshot_shape,
+    make_sandbox_shape,
+    make_snapshot_shape,
 )
 from ansible_collections.grove.sandbox.plugins.module_utils._snapshot import (
-    captured_view,
     check_running_for_capture,
     find_snapshots,
+    predict_captured_view,
 )
 
 if TYPE_CHECKING:
@@ -76,7 +76,7 @@ class CurrentState:
     """Whether this is the state of a plan session."""
 
 
-def desired_state(params: Mapping[str, Any]) -> DesiredState:
+def parse_desired_state(params: Mapping[str, Any]) -> DesiredState:
     names = validate_names(params["sandbox"], "sandbox")
     backup_names = params.get("backup_name") or []
     if backup_names and len(backup_names) != len(names):
@@ -93,28 +93,28 @@ def desired_state(params: Mapping[str, Any]) -> DesiredState:
 
 
 def observe(client: Client, want: DesiredState) -> CurrentState:
-    snapshot = snapshot_shape(client.get(f"/snapshots/{quote_segment(want.snapshot)}"))
+    snapshot = make_snapshot_shape(client.get(f"/snapshots/{quote_segment(want.snapshot)}"))
     resources = {}
     for ref in want.names:
         entry = client.find(f"/sandboxes/{quote_segment(ref)}")
         if entry is not None:
-            resources[ref] = sandbox_shape(entry)
+            resources[ref] = make_sandbox_shape(entry)
     backup_names = tuple(want.backups.values())
     backups = find_snapshots(client, backup_names)
     taken_names = find_taken_names(
-        client, [name for name in backup_names if name not in backups], except_kind="snapshot"
+        client, [name for name in backup_names if name not in backups], excluded_kind="snapshot"
     )
     taken_names.update(dict.fromkeys(backups, "snapshot"))
     return CurrentState(resources, snapshot, taken_names, backups, is_session=client.is_planning)
 
 
-def view(shape: Mapping[str, Any]) -> dict[str, Any]:
+def make_view(shape: Mapping[str, Any]) -> dict[str, Any]:
     return {key: shape[key] for key in ("name", "state", "snapshot_id", "diverged", *SIZE_KEYS)}
 
 
-def named_paths(want: DesiredState, have: CurrentState) -> list[str]:
+def list_named_paths(want: DesiredState, have: CurrentState) -> list[str]:
     mounts = [*have.snapshot["mounts"], *(each for shape in have.resources.values() for each in shape["volumes"])]
-    return volume_paths([*have.snapshot["volumes"], *(each["name"] for each in mounts)])
+    return list_volume_paths([*have.snapshot["volumes"], *(each["name"] for each in mounts)])
 
 
 def plan(want: DesiredState, have: CurrentState) -> Plan:
@@ -125,30 +125,35 @@ def plan(want: DesiredState, have: CurrentState) -> Plan:
 
 
 def _plan_sandbox(want: DesiredState, have: CurrentState, name: str) -> list[Action]:
-    current = have.resources.get(name)
-    if current is None:
+    current_shape = have.resources.get(name)
+    if current_shape is None:
         raise Failure(f"sandbox {name!r} not found: check the name, or create the sandbox first", "not_found")
     target_id = have.snapshot["id"]
     condition, is_expected = "", True
-    if want.unless_clean and current["snapshot_id"] == target_id:
-        is_expected = current["diverged"] is not False
-        if not is_expected and not (have.is_session and may_have_diverged(current)):
+    if want.unless_clean and current_shape["snapshot_id"] == target_id:
+        is_expected = current_shape["diverged"] is not False
+        if not is_expected and not (have.is_session and may_have_diverged(current_shape)):
             return []
-        condition = diverged_condition(current)
-    after = {"name": current["name"], "state": "running", "snapshot_id": target_id, "diverged": False}
+        condition = make_diverged_condition(current_shape)
+    after = {"name": current_shape["name"], "state": "running", "snapshot_id": target_id, "diverged": False}
     # A diff cannot show the loss of processes and memory, so this key shows a rollback even if no file has changed.
     after["content_of"] = have.snapshot["name"] or target_id
     after.update({key: have.snapshot[key] for key in SIZE_KEYS})
-    changes = [Change(name, view(current), after)]
-    request: dict[str, Any] = {"sandbox": current["id"], "snapshot": target_id, "ref": want.snapshot}
+    changes = [Change(name, make_view(current_shape), after)]
+    request: dict[str, Any] = {"sandbox": current_shape["id"], "snapshot": target_id, "ref": want.snapshot}
     backup_name = want.backups.get(name)
     if backup_name:
-        with refused_under(condition, is_expected=is_expected):
+        with failures_conditional(condition, is_expected=is_expected):
             if backup_name in have.taken_names:
-                raise _refusals.name_taken_error(backup_name, have.taken_names[backup_name])
-            check_running_for_capture(name, current)
+                raise _refusals.create_name_taken_error(backup_name, have.taken_names[backup_name])
+            check_running_for_capture(name, current_shape)
         changes.append(
-            Change(backup_name, None, captured_view(backup_name, current, _make_backup_description(have)), SNAPSHOT)
+            Change(
+                backup_name,
+                None,
+                predict_captured_view(backup_name, current_shape, _make_backup_description(have)),
+                SNAPSHOT,
+            )
         )
         request["backup"] = {"name": backup_name, "description": _make_backup_description(have)}
     return [Action("rollback", tuple(changes), request, condition, is_expected)]
@@ -162,7 +167,7 @@ def apply(action: Action, client: Client) -> dict[str, Failure]:
     """Take the requested backup and roll back a sandbox. Removes the backup if the rollback fails. Raises Failure."""
     request = action.request
     path, target_id = f"/sandboxes/{quote_segment(request['sandbox'])}", request["snapshot"]
-    with explaining_removal("snapshot", request["ref"], target_id):
+    with removal_explained("snapshot", request["ref"], target_id):
         if "backup" in request:
             client.get(f"/snapshots/{quote_segment(target_id)}")
             backup_id = client.post(f"{path}/snapshots", dict(request["backup"]))["snapshotID"]
@@ -177,10 +182,10 @@ def apply(action: Action, client: Client) -> dict[str, Failure]:
     return {}
 
 
-def result_lists(want: DesiredState) -> dict[str, tuple[str, ...]]:
+def get_result_lists(want: DesiredState) -> dict[str, tuple[str, ...]]:
     """Return the keys of the result's lists, in order, with the names of the resources in each list."""
     return {PLURAL: want.names, "backups": tuple(want.backups.values())}
 
 
-def resources_by_name(want: DesiredState, have: CurrentState) -> Mapping[str, Mapping[str, Any]]:
+def get_resources_by_name(want: DesiredState, have: CurrentState) -> Mapping[str, Mapping[str, Any]]:
     return {**have.backups, **have.resources}

@@ -15,11 +15,11 @@ from typing import TYPE_CHECKING, Any
 
 from ansible_collections.grove.sandbox.plugins.module_utils._approval import (
     Approval,
+    compute_object_version,
     describe_actions,
     estimate_costs,
-    new_volume_key,
-    object_version,
-    snapshots_in,
+    list_own_snapshots,
+    make_volume_key,
 )
 from ansible_collections.grove.sandbox.plugins.module_utils._client import Client, quote_segment
 from ansible_collections.grove.sandbox.plugins.module_utils._failure import Failure, join_failures
@@ -31,8 +31,8 @@ from ansible_collections.grove.sandbox.plugins.module_utils._plan import (
     Action,
     Plan,
     diff,
-    fill_from_session,
-    hide_unknown,
+    fill_values_from_session,
+    hide_unknown_values,
     is_planned_id,
     predict,
 )
@@ -47,14 +47,14 @@ SESSION_KEY = "_plan_session"
 """The key of a result for the action plugin: the path of the plan session or applied run that the task has used."""
 _OBJECT_PATHS = ("/sandboxes/", "/snapshots/", "/templates/", "/volumes/")
 _RACE_WAIT_SECONDS = 0.2
-CONDITIONS = ("when_changed", "unless_clean")
+CONDITIONAL_OPTIONS = ("when_changed", "unless_clean")
 """Options with which a task captures or rolls back a sandbox only if it has diverged, which only the run can know."""
 
 
 def run(
-    resource_kind: ResourceKind, params: Mapping[str, Any], *, check: bool, client: Client | None = None
+    resource_kind: ResourceKind, params: Mapping[str, Any], *, check_mode: bool, client: Client | None = None
 ) -> dict[str, Any]:
-    """Make the changes that ``params`` request, or predict them if ``check`` is set: in a plan session if there is one.
+    """Make the changes that ``params`` request, or predict them in ``check_mode``: in a plan session if there is one.
 
     Returns the module's result. Errors that a user can cause are reported in ``failed`` and ``failure`` and do not
     raise an exception. The result has a ``diff``, unless ``resource_kind`` is a Listing.
@@ -63,21 +63,21 @@ def run(
     try:
         gateway_client = gateway_client or connect(params)
         try:
-            if check and params.get("check_run"):
+            if check_mode and params.get("check_run"):
                 gateway_client.enter_plan(params["check_run"])
-            elif not check and params.get("approved_plan") is not None:
+            elif not check_mode and params.get("approved_plan") is not None:
                 _enter_run(gateway_client, params["approved_plan"])
             result = (
-                resource_kind.result(gateway_client, params)
+                resource_kind.make_result(gateway_client, params)
                 if isinstance(resource_kind, Listing)
-                else _Run(resource_kind, params, gateway_client, check).result()
+                else _Run(resource_kind, params, gateway_client, check_mode).carry_out_task()
             )
         finally:
             if client is None:
                 gateway_client.close()
     except Failure as failure:
         result = make_failure_result(failure)
-        if check and gateway_client is not None and gateway_client.is_planning and not params.get("predict_only"):
+        if check_mode and gateway_client is not None and gateway_client.is_planning and not params.get("predict_only"):
             result[PLAN_KEY] = _make_plan_entry(
                 gateway_client, failure=failure.message, mentions=_list_requested_refs(gateway_client)
             )
@@ -92,7 +92,7 @@ def run(
             **entry,
             **({"failure": mask_secrets(entry["failure"], secrets)} if "failure" in entry else {}),
         }
-    is_in_session = params.get("check_run" if check else "approved_plan") is not None
+    is_in_session = params.get("check_run" if check_mode else "approved_plan") is not None
     if is_in_session and gateway_client is not None and gateway_client.session_path:
         masked_result[SESSION_KEY] = gateway_client.session_path
     return masked_result
@@ -101,7 +101,7 @@ def run(
 def _enter_run(client: Client, approved_plan: Mapping[str, Any]) -> None:
     """Send requests as part of the run that applies the plan. Raises Failure if the gateway has forgotten the run."""
     client.enter_run(approved_plan["run"])
-    if approved_plan["opened_at"].get(_run_key(client), client.run_opened_at) != client.run_opened_at:
+    if approved_plan["opened_at"].get(_make_run_key(client), client.run_opened_at) != client.run_opened_at:
         raise Failure(
             "the gateway was restarted during this run, so it no longer knows which changes are the run's own: this "
             "task changed nothing. Make a new plan with a check run",
@@ -109,7 +109,7 @@ def _enter_run(client: Client, approved_plan: Mapping[str, Any]) -> None:
         )
 
 
-def _run_key(client: Client) -> str:
+def _make_run_key(client: Client) -> str:
     """Return the key of an applied run in ``opened_at``. A run has the same id in all gateways."""
     return f"{client.gateway_id}/{client.run_id}"
 
@@ -126,37 +126,37 @@ def connect(params: Mapping[str, Any]) -> Client:
 
 
 def make_failure_result(failure: Failure, **fields: Any) -> dict[str, Any]:
-    return {"changed": False, **fields, "failed": True, "msg": failure.message, "failure": failure.as_dict()}
+    return {"changed": False, **fields, "failed": True, "msg": failure.message, "failure": failure.to_dict()}
 
 
 class _Run:
-    def __init__(self, resource_kind: ManagedKind, params: Mapping[str, Any], client: Client, check: bool) -> None:
+    def __init__(self, resource_kind: ManagedKind, params: Mapping[str, Any], client: Client, check_mode: bool) -> None:
         self.resource_kind = resource_kind
         self.client = client
-        self.check = check
+        self.check_mode = check_mode
         self.continue_on_error = bool(params.get("continue_on_error"))
         self.predict_only = bool(params.get("predict_only"))
         self.approval = (
             Approval(params["approved_plan"], client.gateway_id, self._read_version) if client.run_id else None
         )
-        self.want = resource_kind.desired_state(params)
+        self.want = resource_kind.parse_desired_state(params)
         self.failures: dict[str, Failure] = {}
         self.completed_actions: list[Action] = []
         self._taken_ids: list[str] = []
 
-    def result(self) -> dict[str, Any]:
+    def carry_out_task(self) -> dict[str, Any]:
         """Carry out the task. Starts over if another client creates one of its objects at the same time."""
         deadline = time.monotonic() + self.client.timeout
         while True:
             result = self._plan_and_apply()
-            taken_ids = self._find_taken()
+            taken_ids = self._find_taken_ids()
             # Otherwise, the object that has the name is not one that the task can use.
             if taken_ids is None or time.monotonic() > deadline or (taken_ids and taken_ids == self._taken_ids):
                 return result
             self._taken_ids = taken_ids
             time.sleep(_RACE_WAIT_SECONDS)
 
-    def _find_taken(self) -> list[str] | None:
+    def _find_taken_ids(self) -> list[str] | None:
         """Return the ids of the objects whose names the gateway refused, or None if this is not why the task failed.
 
         The list is empty if the objects are still being created.
@@ -175,38 +175,40 @@ class _Run:
             plan: Plan = self.resource_kind.plan(self.want, have)
         except Failure:
             if self.approval is not None:
-                self.approval.check_unchanged(self._versions_of(self.client.requested_paths))
+                self.approval.check_unchanged(self._read_versions(self.client.requested_paths))
             raise
         self.failures = dict(plan.failures)
-        shapes = self.resource_kind.resources_by_name(self.want, have)
+        shapes = self.resource_kind.get_resources_by_name(self.want, have)
         reads = self._list_reads(plan, have)
         if self.failures and not self.continue_on_error:
             if self.approval is not None:
                 self.approval.check_unchanged(reads)
-            return self._add_entry(self._report(shapes), Plan(), reads, shapes, shapes)
+            return self._add_entry(self._build_result(shapes), Plan(), reads, shapes, shapes)
         if plan.actions:
             self.client.require_version()
         if self.approval is not None:
-            return self._apply_approved(self.approval, plan, shapes, reads)
-        if self.check and (self.predict_only or not self.client.is_planning):
+            return self._apply_approved_plan(self.approval, plan, shapes, reads)
+        if self.check_mode and (self.predict_only or not self.client.is_planning):
             self.completed_actions = [action for action in plan.actions if action.is_expected]
-            return self._report(predict(shapes, self.completed_actions))
+            return self._build_result(predict(shapes, self.completed_actions))
         self._apply(plan)
-        if self.check:
+        if self.check_mode:
             planned_shapes = self._observe_again(shapes) if self.completed_actions else shapes
-            result = self._report(fill_from_session(predict(shapes, self.completed_actions), planned_shapes))
+            result = self._build_result(
+                fill_values_from_session(predict(shapes, self.completed_actions), planned_shapes)
+            )
             return self._add_entry(result, plan, reads, shapes, planned_shapes)
         if self.completed_actions or self.failures:
             shapes = self._observe_again(shapes)
-        return self._report(shapes)
+        return self._build_result(shapes)
 
     def _list_reads(self, plan: Plan, have: Any) -> dict[str, str]:
         """Return the versions of the objects on which the task depends, by path. Call it before the plan is applied."""
         if not self.client.is_planning and self.approval is None:
             return {}
-        needed_paths = {*self._list_own_paths(), *self.resource_kind.named_paths(self.want, have)}
+        needed_paths = {*self._list_own_paths(), *self.resource_kind.list_named_paths(self.want, have)}
         removed_paths = set()
-        mentioned_texts = {name for names in self.resource_kind.result_lists(self.want).values() for name in names}
+        mentioned_texts = {name for names in self.resource_kind.get_result_lists(self.want).values() for name in names}
         for action in plan.actions:
             for change in action.changes:
                 _collect_texts((change.name, change.before, change.after), mentioned_texts)
@@ -216,39 +218,39 @@ class _Run:
             _collect_texts(action.request, mentioned_texts)
             if sandbox_id := action.request.get("sandbox"):
                 needed_paths.add(f"/sandboxes/{quote_segment(sandbox_id)}")
-        objects_read = self.client.objects_read
-        for path in {*needed_paths, *removed_paths}.difference(objects_read, self._list_own_paths()):
+        known_objects = self.client.known_objects
+        for path in {*needed_paths, *removed_paths}.difference(known_objects, self._list_own_paths()):
             self.client.find(path)
         needed_paths.update(
             path
-            for path in objects_read
+            for path in known_objects
             if path in self.client.requested_paths or path.split("/")[2] in mentioned_texts
         )
-        reads = self._versions_of(needed_paths)
+        reads = self._read_versions(needed_paths)
         for path in removed_paths:
-            reads[path] = object_version(path, objects_read[path], is_removed=True)
+            reads[path] = compute_object_version(path, known_objects[path], is_removed=True)
         return reads
 
     def _read_version(self, path: str) -> str:
         """Return the version of an object that the plan depends on, even if the task has not read it."""
-        return object_version(path, self.client.find(path))
+        return compute_object_version(path, self.client.find(path))
 
     def _list_own_paths(self) -> list[str]:
         """Return the paths of the objects that the task declares."""
         return [
             f"/{'snapshots' if key == 'backups' else key}/{quote_segment(name)}"
-            for key, names in self.resource_kind.result_lists(self.want).items()
+            for key, names in self.resource_kind.get_result_lists(self.want).items()
             for name in names
         ]
 
-    def _versions_of(self, paths: Iterable[str]) -> dict[str, str]:
+    def _read_versions(self, paths: Iterable[str]) -> dict[str, str]:
         return {
-            path: object_version(path, self.client.objects_read.get(path), self.client.plan_opened_at)
+            path: compute_object_version(path, self.client.known_objects.get(path), self.client.plan_opened_at)
             for path in sorted(paths)
             if path.startswith(_OBJECT_PATHS)
         }
 
-    def _apply_approved(
+    def _apply_approved_plan(
         self,
         approval: Approval,
         plan: Plan,
@@ -256,8 +258,8 @@ class _Run:
         reads: Mapping[str, str],
     ) -> dict[str, Any]:
         """Apply a plan if a saved plan contains the same actions on the same objects. Raises Failure if it does not."""
-        is_conditional = any(getattr(self.want, option, False) for option in CONDITIONS)
-        entry = approval.find(plan.actions, reads, self._list_own_paths(), is_conditional=is_conditional)
+        is_conditional = any(getattr(self.want, option, False) for option in CONDITIONAL_OPTIONS)
+        entry = approval.find_entry(plan.actions, reads, self._list_own_paths(), is_conditional=is_conditional)
         self._apply(plan)
         new_shapes = self._observe_again(shapes) if self.completed_actions or self.failures else shapes
         bindings = approval.bindings
@@ -268,8 +270,8 @@ class _Run:
         for action in self.completed_actions:
             for change in action.changes:
                 if change.kind == VOLUME and change.before is None:
-                    bindings[new_volume_key(change.name)] = new_shapes.get(change.name, {}).get("created_at") or ""
-        result = self._report(new_shapes)
+                    bindings[make_volume_key(change.name)] = new_shapes.get(change.name, {}).get("created_at") or ""
+        result = self._build_result(new_shapes)
         # After a failure before the first change, the task can be repeated.
         if entry is None or (plan.actions and not self.completed_actions):
             return result
@@ -277,15 +279,15 @@ class _Run:
         omitted_names = [
             change.name for action in plan.actions for change in action.changes if id(change) not in made_changes
         ]
-        used = {
+        usage = {
             "number": entry["number"],
             "swapped": [] if entry.get("host", "") == approval.host else [approval.host, entry["host"]],
             "omitted": omitted_names,
             "gateway": self.client.gateway_id,
             "bindings": bindings,
-            "opened_at": {_run_key(self.client): self.client.run_opened_at},
+            "opened_at": {_make_run_key(self.client): self.client.run_opened_at},
         }
-        return {**result, PLAN_KEY: used}
+        return {**result, PLAN_KEY: usage}
 
     def _find_created_ids(self, new_shapes: Mapping[str, Mapping[str, Any]]) -> dict[str, str]:
         """Return the ids of the objects that the completed actions have created, by name.
@@ -301,8 +303,10 @@ class _Run:
                     ids[change.name] = new_shapes[change.name]["id"]
                 if change.kind == VOLUME:
                     path = f"/volumes/{quote_segment(change.name)}/snapshots"
-                    new_names = snapshots_in(change.name, change.after) - snapshots_in(change.name, change.before)
-                    for each in self.client.objects_read.get(path) or ():
+                    new_names = list_own_snapshots(change.name, change.after) - list_own_snapshots(
+                        change.name, change.before
+                    )
+                    for each in self.client.known_objects.get(path) or ():
                         if (name := f"{change.name}@{each['name']}") in new_names:
                             ids[name] = each["snapshotID"]
         return ids
@@ -321,10 +325,10 @@ class _Run:
         """
         if not self.client.is_planning or self.predict_only:
             return result
-        costs, unknown = estimate_costs(self.completed_actions, shapes, self.client.typical_costs)
+        costs, unknown_costs = estimate_costs(self.completed_actions, shapes, self.client.typical_costs)
         conditional_actions = [action for action in plan.actions if action.condition]
         failures = [*self.failures.values(), *plan.unexpected_failures]
-        conditional = [*conditional_actions, *(each for each in failures if each.condition)]
+        conditional_steps = [*conditional_actions, *(each for each in failures if each.condition)]
         entry = _make_plan_entry(
             self.client,
             actions=describe_actions(plan.actions),
@@ -335,14 +339,14 @@ class _Run:
             reads=dict(reads),
             created={name: id for name, id in self._find_created_ids(planned_shapes).items() if is_planned_id(id)},
             costs=costs,
-            unknown=[*dict.fromkeys(each.condition for each in conditional), *unknown],
+            unknown=[*dict.fromkeys(each.condition for each in conditional_steps), *unknown_costs],
             failure=result["msg"] if result.get("failed") else None,
         )
         return {**result, PLAN_KEY: entry}
 
     def _list_mentions(self, actions: Sequence[Action]) -> list[str]:
         """Return the names and ids of the objects that the task uses."""
-        names = {name for names in self.resource_kind.result_lists(self.want).values() for name in names}
+        names = {name for names in self.resource_kind.get_result_lists(self.want).values() for name in names}
         names.update(change.name for action in actions for change in action.changes)
         return sorted(names.union(_list_requested_refs(self.client)))
 
@@ -364,16 +368,18 @@ class _Run:
 
     def _observe_again(self, shapes_before: Mapping[str, Any]) -> Mapping[str, Any]:
         try:
-            return self.resource_kind.resources_by_name(self.want, self.resource_kind.observe(self.client, self.want))
+            return self.resource_kind.get_resources_by_name(
+                self.want, self.resource_kind.observe(self.client, self.want)
+            )
         except Failure as failure:
             # The changes have been made, but their result cannot be read: report this as a failure.
             self.failures.setdefault("", failure)
             return shapes_before
 
-    def _report(self, shapes: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
+    def _build_result(self, shapes: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
         if self.client.is_planning:
-            shapes = {name: hide_unknown(shape, self.client.plan_opened_at) for name, shape in shapes.items()}
-        names_by_list = self.resource_kind.result_lists(self.want)
+            shapes = {name: hide_unknown_values(shape, self.client.plan_opened_at) for name, shape in shapes.items()}
+        names_by_list = self.resource_kind.get_result_lists(self.want)
         result: dict[str, Any] = {
             "changed": bool(self.completed_actions),
             "outcomes": self._list_outcomes([name for names in names_by_list.values() for name in names]),
@@ -410,7 +416,7 @@ class _Run:
                 "changed": bool(actions),
                 "actions": actions,
                 "failed": name in self.failures,
-                "failure": self.failures[name].as_dict() if name in self.failures else None,
+                "failure": self.failures[name].to_dict() if name in self.failures else None,
             }
             for name, actions in verbs.items()
             if name

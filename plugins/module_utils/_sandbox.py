@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from ansible_collections.grove.sandbox.plugins.module_utils import _refusals
 from ansible_collections.grove.sandbox.plugins.module_utils._client import ID_PATTERN, quote_segment
-from ansible_collections.grove.sandbox.plugins.module_utils._failure import Failure, explaining_removal
+from ansible_collections.grove.sandbox.plugins.module_utils._failure import Failure, removal_explained
 from ansible_collections.grove.sandbox.plugins.module_utils._mounts import (
     MOUNT_OPTIONS,
     Mount,
@@ -21,7 +21,7 @@ from ansible_collections.grove.sandbox.plugins.module_utils._mounts import (
     check_volumes_exist,
     find_missing_volumes,
     find_volumes,
-    mounted_paths,
+    list_mounted_paths,
     parse_mounts,
 )
 from ansible_collections.grove.sandbox.plugins.module_utils._names import find_taken_names
@@ -31,18 +31,18 @@ from ansible_collections.grove.sandbox.plugins.module_utils._plan import (
     Plan,
     Planner,
     keep_common_keys,
+    make_temporary_name,
     normalize_networks,
     require_minimum,
     stringify_values,
-    temporary_name,
     validate_names,
 )
 from ansible_collections.grove.sandbox.plugins.module_utils._shapes import (
     SANDBOX_KEYS,
+    make_sandbox_shape,
+    make_snapshot_shape,
+    make_template_shape,
     parse_time,
-    sandbox_shape,
-    snapshot_shape,
-    template_shape,
 )
 
 if TYPE_CHECKING:
@@ -80,7 +80,7 @@ RULES: dict[str, Any] = {"mutually_exclusive": [("template", "snapshot")]}
 SIZE_KEYS = ("cpus", "memory_mb", "disk_mb")
 LIFETIME_TOLERANCE_SECONDS = 10
 """Seconds by which a lifetime may differ from ``timeout``, because of clock skew and request time."""
-UNLIMITED = -1
+UNLIMITED_TIMEOUT = -1
 
 
 @dataclass(frozen=True)
@@ -115,7 +115,7 @@ class CurrentState:
     volumes: Mapping[str, Any] = field(default_factory=dict)
 
 
-def desired_state(params: Mapping[str, Any]) -> DesiredState:
+def parse_desired_state(params: Mapping[str, Any]) -> DesiredState:
     kind = next((option for option in ("template", "snapshot") if params.get(option)), "")
     return DesiredState(
         names=validate_names(params["name"], "sandbox"),
@@ -137,7 +137,7 @@ def desired_state(params: Mapping[str, Any]) -> DesiredState:
 
 def validate_timeout(timeout: int | None) -> int | None:
     """Return ``timeout``, which may be None. Raises Failure if it is not a valid lifetime."""
-    if timeout != UNLIMITED:
+    if timeout != UNLIMITED_TIMEOUT:
         require_minimum(timeout, 1, "timeout (seconds, or -1 for never)")
     return timeout
 
@@ -155,7 +155,7 @@ def observe(client: Client, want: DesiredState) -> CurrentState:
         return CurrentState(resources, client.now())
     source = find_source(client, want.source_kind, want.source) if want.source else None
     missing_names = [name for name in want.names if name not in resources]
-    taken_names = find_taken_names(client, missing_names, except_kind="sandbox")
+    taken_names = find_taken_names(client, missing_names, excluded_kind="sandbox")
     return CurrentState(resources, client.now(), source, taken_names, find_volumes(client, want.mounts, source))
 
 
@@ -167,13 +167,13 @@ def find_sandboxes(client: Client, refs: tuple[str, ...]) -> dict[str, dict[str,
     if len(refs) == 1:
         # Use the list, because a request for a single sandbox makes the gateway check whether it has diverged.
         for detail in client.list_all("/sandboxes", name=refs[0]):
-            return {refs[0]: sandbox_shape(detail)}
+            return {refs[0]: make_sandbox_shape(detail)}
         detail = client.find(f"/sandboxes/{refs[0]}") if ID_PATTERN.fullmatch(refs[0]) else None
-        return {} if detail is None else {refs[0]: sandbox_shape(detail)}
+        return {} if detail is None else {refs[0]: make_sandbox_shape(detail)}
     shapes: dict[str, dict[str, Any]] = {}
     requested_refs = set(refs)
     for detail in client.list_all("/sandboxes"):
-        shape = sandbox_shape(detail)
+        shape = make_sandbox_shape(detail)
         for ref in requested_refs.intersection((shape["name"], shape["id"])):
             # A name takes precedence over an id, as in the gateway.
             if ref not in shapes or shape["name"] == ref:
@@ -184,10 +184,10 @@ def find_sandboxes(client: Client, refs: tuple[str, ...]) -> dict[str, dict[str,
 def find_source(client: Client, kind: str, ref: str) -> dict[str, Any]:
     """Return the shape of a template or snapshot. Raises Failure if it does not exist."""
     entry = client.get(f"/{kind}s/{quote_segment(ref)}")
-    return template_shape(entry) if kind == "template" else snapshot_shape(entry)
+    return make_template_shape(entry) if kind == "template" else make_snapshot_shape(entry)
 
 
-def view(shape: Mapping[str, Any]) -> dict[str, Any]:
+def make_view(shape: Mapping[str, Any]) -> dict[str, Any]:
     """Return the properties of a sandbox that a task can declare."""
     result = {key: shape[key] for key in ("name", "state", "forked_from", *SIZE_KEYS, "metadata", "volumes")}
     network = shape["network"]
@@ -196,18 +196,18 @@ def view(shape: Mapping[str, Any]) -> dict[str, Any]:
         "allow_out": normalize_networks(network["allow_out"]),
         "deny_out": normalize_networks(network["deny_out"]),
     }
-    result["timeout"] = lifetime_of(shape)
+    result["timeout"] = compute_lifetime(shape)
     return result
 
 
-def lifetime_of(shape: Mapping[str, Any]) -> int:
+def compute_lifetime(shape: Mapping[str, Any]) -> int:
     """Return the lifetime of a sandbox in seconds, starting at its creation, or -1 if it is unlimited."""
     created_at, end = parse_time(shape["created_at"]), parse_time(shape["end_at"])
-    return UNLIMITED if created_at is None or end is None else round((end - created_at).total_seconds())
+    return UNLIMITED_TIMEOUT if created_at is None or end is None else round((end - created_at).total_seconds())
 
 
-def named_paths(want: DesiredState, have: CurrentState) -> list[str]:
-    return mounted_paths(want.mounts, have.source)
+def list_named_paths(want: DesiredState, have: CurrentState) -> list[str]:
+    return list_mounted_paths(want.mounts, have.source)
 
 
 def plan(want: DesiredState, have: CurrentState) -> Plan:
@@ -218,37 +218,39 @@ def plan(want: DesiredState, have: CurrentState) -> Plan:
 
 
 def _plan_sandbox(want: DesiredState, have: CurrentState, name: str) -> list[Action]:
-    current = have.resources.get(name)
+    current_shape = have.resources.get(name)
     if want.state == "absent":
-        return [] if current is None else [plan_removal(name, current)]
-    if current is None:
+        return [] if current_shape is None else [plan_removal(name, current_shape)]
+    if current_shape is None:
         return [_plan_creation(want, have, name)]
-    differences = _find_fixed_differences(want, have, current)
+    differences = _find_fixed_differences(want, have, current_shape)
     if differences and want.recreate:
-        return [_plan_replacement(want, have, name, current)]
+        return [_plan_replacement(want, have, name, current_shape)]
     if differences:
         raise Failure(
             f"sandbox {name!r} {' and '.join(differences)}, which cannot change during its lifetime: set "
             "recreate: true to replace it, which loses its contents",
             "conflict",
-            blockers=[current["id"]],
+            blockers=[current_shape["id"]],
         )
-    return _plan_changes(want, have, name, current)
+    return _plan_changes(want, have, name, current_shape)
 
 
-def _find_fixed_differences(want: DesiredState, have: CurrentState, current: Mapping[str, Any]) -> list[str]:
+def _find_fixed_differences(want: DesiredState, have: CurrentState, current_shape: Mapping[str, Any]) -> list[str]:
     differences = []
-    if have.source is not None and current["forked_from"] != have.source["id"]:
-        differences.append(f"was created from {current['forked_from']}, not from {want.source_kind} {want.source!r}")
+    if have.source is not None and current_shape["forked_from"] != have.source["id"]:
+        differences.append(
+            f"was created from {current_shape['forked_from']}, not from {want.source_kind} {want.source!r}"
+        )
     for key, value in want.sizes.items():
-        if current[key] != value:
-            differences.append(f"has {key} {current[key]}, not {value}")
+        if current_shape[key] != value:
+            differences.append(f"has {key} {current_shape[key]}, not {value}")
     return differences
 
 
 def _plan_creation(want: DesiredState, have: CurrentState, name: str) -> Action:
     if name in have.taken_names:
-        raise _refusals.name_taken_error(name, have.taken_names[name])
+        raise _refusals.create_name_taken_error(name, have.taken_names[name])
     if have.source is None:
         raise Failure(
             f"sandbox {name!r} does not exist, and creating it requires a source: set 'template' or 'snapshot'",
@@ -260,20 +262,20 @@ def _plan_creation(want: DesiredState, have: CurrentState, name: str) -> Action:
     return Action("create", (Change(name, None, _make_new_view(want, name, have.source)),), request)
 
 
-def _plan_replacement(want: DesiredState, have: CurrentState, name: str, current: Mapping[str, Any]) -> Action:
+def _plan_replacement(want: DesiredState, have: CurrentState, name: str, current_shape: Mapping[str, Any]) -> Action:
     source = have.source
     if source is None:
         raise Failure(f"replacing sandbox {name!r} requires a source: set 'template' or 'snapshot'")
     check_sizes(want.sizes, source, want.cold_start)
     check_mounts(want.mounts, source, have.volumes)
     request = {
-        "id": current["id"],
-        "temporary_name": temporary_name(current["name"], current["id"]),
-        "body": _build_request_body(want, current["name"], source),
+        "id": current_shape["id"],
+        "temporary_name": make_temporary_name(current_shape["name"], current_shape["id"]),
+        "body": _build_request_body(want, current_shape["name"], source),
         "ref": (want.source_kind, want.source),
     }
-    after = _make_new_view(want, current["name"], source)
-    return Action("replace", (Change(name, keep_common_keys(view(current), after), after),), request)
+    after = _make_new_view(want, current_shape["name"], source)
+    return Action("replace", (Change(name, keep_common_keys(make_view(current_shape), after), after),), request)
 
 
 def _make_new_view(want: DesiredState, name: str, source: Mapping[str, Any]) -> dict[str, Any]:
@@ -285,7 +287,7 @@ def _make_new_view(want: DesiredState, name: str, source: Mapping[str, Any]) -> 
         **{key: want.sizes.get(key, source[key]) for key in SIZE_KEYS},
         "metadata": dict(want.metadata or {}),
         "network": {"allow_internet": True, "allow_out": [], "deny_out": [], **(want.network or {})},
-        "volumes": mounts_of_fork(want.mounts, source),
+        "volumes": predict_mounts(want.mounts, source),
     }
     if want.timeout is not None:
         after["timeout"] = want.timeout
@@ -294,7 +296,7 @@ def _make_new_view(want: DesiredState, name: str, source: Mapping[str, Any]) -> 
 
 def _build_request_body(want: DesiredState, name: str, source: Mapping[str, Any]) -> dict[str, Any]:
     body: dict[str, Any] = {"templateID": source["id"], "name": name, "metadata": dict(want.metadata or {})}
-    body.update(size_fields(want.sizes))
+    body.update(build_size_fields(want.sizes))
     if want.env:
         body["envVars"] = dict(want.env)
     if want.network is not None:
@@ -302,7 +304,7 @@ def _build_request_body(want: DesiredState, name: str, source: Mapping[str, Any]
             {"allow_internet": True, "allow_out": [], "deny_out": [], **want.network}
         )
     if want.mounts is not None:
-        body["volumeMounts"] = [mount.request_fields() for mount in want.mounts]
+        body["volumeMounts"] = [mount.build_request_fields() for mount in want.mounts]
     if want.timeout is not None:
         body["timeout"] = want.timeout
     if want.cold_start:
@@ -316,14 +318,16 @@ def check_sizes(sizes: Mapping[str, int], source: Mapping[str, Any], cold_start:
     """Raise Failure if a fork of ``source`` cannot have these sizes."""
     differences = [f"{key} {source[key]}, not {value}" for key, value in sizes.items() if source[key] != value]
     if sizes.get("disk_mb", source["disk_mb"]) < source["disk_mb"]:
-        raise _refusals.disk_too_small_error(sizes["disk_mb"], source["disk_mb"])
+        raise _refusals.create_disk_too_small_error(sizes["disk_mb"], source["disk_mb"])
     if differences and not cold_start and source.get("memory", "none") != "none":
-        raise _refusals.sizes_differ_error(source["name"] or source["id"], differences)
+        raise _refusals.create_sizes_differ_error(source["name"] or source["id"], differences)
 
 
-def mounts_of_fork(mounts: tuple[Mount, ...] | None, source: Mapping[str, Any]) -> list[dict[str, Any]]:
+def predict_mounts(mounts: tuple[Mount, ...] | None, source: Mapping[str, Any]) -> list[dict[str, Any]]:
     """Return the mounts of a fork of ``source``, which inherits the source's mounts if ``mounts`` is None."""
-    return [dict(each) for each in source.get("mounts", [])] if mounts is None else [each.view() for each in mounts]
+    return (
+        [dict(each) for each in source.get("mounts", [])] if mounts is None else [each.make_view() for each in mounts]
+    )
 
 
 def check_mounts(mounts: tuple[Mount, ...] | None, source: Mapping[str, Any], volumes: Mapping[str, Any]) -> None:
@@ -331,10 +335,10 @@ def check_mounts(mounts: tuple[Mount, ...] | None, source: Mapping[str, Any], vo
     check_volumes_exist(mounts, volumes)
     missing_names = find_missing_volumes(source, volumes) if mounts is None else []
     if missing_names:
-        raise _refusals.volumes_lost_error(source["name"] or source["id"], missing_names)
+        raise _refusals.create_volumes_lost_error(source["name"] or source["id"], missing_names)
 
 
-def size_fields(sizes: Mapping[str, int]) -> dict[str, int]:
+def build_size_fields(sizes: Mapping[str, int]) -> dict[str, int]:
     """Return the sizes as the gateway's request fields."""
     field_names = {"cpus": "cpuCount", "memory_mb": "memoryMB", "disk_mb": "diskSizeMB"}
     return {field_names[key]: value for key, value in sizes.items()}
@@ -348,31 +352,31 @@ def _build_network_fields(network: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def _plan_changes(want: DesiredState, have: CurrentState, name: str, current: Mapping[str, Any]) -> list[Action]:
+def _plan_changes(want: DesiredState, have: CurrentState, name: str, current_shape: Mapping[str, Any]) -> list[Action]:
     """Return the actions that change an existing sandbox. Resuming comes first, and pausing comes last."""
-    before = view(current)
+    before = make_view(current_shape)
     actions: list[Action] = []
 
     def add_step(verb: str, request: Mapping[str, Any], **changes: Any) -> None:
         nonlocal before
         after = {**before, **changes}
-        actions.append(Action(verb, (Change(name, before, after),), {"id": current["id"], **request}))
+        actions.append(Action(verb, (Change(name, before, after),), {"id": current_shape["id"], **request}))
         before = after
 
     check_volumes_exist(want.mounts, have.volumes)
-    if want.state == "running" and current["state"] == "paused":
+    if want.state == "running" and current_shape["state"] == "paused":
         add_step("resume", {}, state="running")
     network = {**before["network"], **(want.network or {})}
     if network != before["network"]:
         add_step("set_network", {"body": _build_network_fields(network)}, network=network)
     if want.metadata is not None and want.metadata != before["metadata"]:
         add_step("update", {"body": {"metadata": dict(want.metadata)}}, metadata=dict(want.metadata))
-    actions += plan_remounts(name, current, before, want.mounts)
-    before = view_after(actions, before)
+    actions += plan_remounts(name, current_shape, before, want.mounts)
+    before = get_final_view(actions, before)
     if lifetime_differs(want.timeout, before["timeout"]):
         add_step(
             "set_timeout",
-            {"end": compute_lifetime_end(want.timeout, name, current, have.gateway_time)},
+            {"end": compute_lifetime_end(want.timeout, name, current_shape, have.gateway_time)},
             timeout=want.timeout,
         )
     if want.state == "paused" and before["state"] == "running":
@@ -381,30 +385,30 @@ def _plan_changes(want: DesiredState, have: CurrentState, name: str, current: Ma
 
 
 def plan_remounts(
-    name: str, current: Mapping[str, Any], before: Mapping[str, Any], mounts: tuple[Mount, ...] | None
+    name: str, current_shape: Mapping[str, Any], before: Mapping[str, Any], mounts: tuple[Mount, ...] | None
 ) -> list[Action]:
     """Return the actions that replace the mounts in the view ``before`` with ``mounts``. Detaching comes first."""
-    requested_mounts = [] if mounts is None else [mount.view() for mount in mounts]
+    requested_mounts = [] if mounts is None else [mount.make_view() for mount in mounts]
     surplus_mounts = [] if mounts is None else [each for each in before["volumes"] if each not in requested_mounts]
-    missing_mounts = [mount for mount in mounts or () if mount.view() not in before["volumes"]]
+    missing_mounts = [mount for mount in mounts or () if mount.make_view() not in before["volumes"]]
     if missing_mounts:
-        check_running(name, before, current["id"])
+        check_running(name, before, current_shape["id"])
     actions = []
 
     def add_step(verb: str, request: Mapping[str, Any], volumes: list[Any]) -> None:
         nonlocal before
         after = {**before, "volumes": sorted(volumes, key=lambda each: each["path"])}
-        actions.append(Action(verb, (Change(name, before, after),), {"id": current["id"], **request}))
+        actions.append(Action(verb, (Change(name, before, after),), {"id": current_shape["id"], **request}))
         before = after
 
     for each in surplus_mounts:
         add_step("detach", {"volume": each["name"]}, [other for other in before["volumes"] if other != each])
     for mount in missing_mounts:
-        add_step("attach", {"body": mount.request_fields()}, [*before["volumes"], mount.view()])
+        add_step("attach", {"body": mount.build_request_fields()}, [*before["volumes"], mount.make_view()])
     return actions
 
 
-def view_after(actions: list[Action], before: Mapping[str, Any]) -> Mapping[str, Any]:
+def get_final_view(actions: list[Action], before: Mapping[str, Any]) -> Mapping[str, Any]:
     """Return the view of a resource after ``actions``, or ``before`` if there are none."""
     return actions[-1].changes[0].after or {} if actions else before
 
@@ -413,32 +417,34 @@ def lifetime_differs(timeout: int | None, lifetime: int) -> bool:
     """Return whether ``lifetime`` differs from ``timeout``, which is None if the user did not request a lifetime."""
     if timeout is None:
         return False
-    if UNLIMITED in (timeout, lifetime):
+    if UNLIMITED_TIMEOUT in (timeout, lifetime):
         return timeout != lifetime
     return abs(timeout - lifetime) > LIFETIME_TOLERANCE_SECONDS
 
 
-def compute_lifetime_end(timeout: int | None, name: str, current: Mapping[str, Any], now: datetime) -> datetime | None:
+def compute_lifetime_end(
+    timeout: int | None, name: str, current_shape: Mapping[str, Any], now: datetime
+) -> datetime | None:
     """Return the end of a lifetime of ``timeout`` seconds from the sandbox's creation, or None if it is unlimited.
 
     Raises Failure if that time has already passed.
     """
-    created_at = parse_time(current["created_at"])
-    if timeout in (None, UNLIMITED) or created_at is None:
+    created_at = parse_time(current_shape["created_at"])
+    if timeout in (None, UNLIMITED_TIMEOUT) or created_at is None:
         return None
     end = created_at + timedelta(seconds=timeout)
     if end <= now:
         raise Failure(
-            f"sandbox {name!r} was created at {current['created_at']} and is already older than the timeout of "
+            f"sandbox {name!r} was created at {current_shape['created_at']} and is already older than the timeout of "
             f"{timeout} s: set a longer timeout, or remove the sandbox with state: absent",
             "conflict",
-            blockers=[current["id"]],
+            blockers=[current_shape["id"]],
         )
     return end
 
 
-def plan_removal(name: str, current: Mapping[str, Any]) -> Action:
-    return Action("remove", (Change(name, view(current), None),), {"id": current["id"]})
+def plan_removal(name: str, current_shape: Mapping[str, Any]) -> Action:
+    return Action("remove", (Change(name, make_view(current_shape), None),), {"id": current_shape["id"]})
 
 
 def apply(action: Action, client: Client) -> dict[str, Failure]:
@@ -449,7 +455,7 @@ def apply(action: Action, client: Client) -> dict[str, Failure]:
         old_sandboxes: list[tuple[str, str, str]] = []
         if action.verb == "replace":
             old_sandboxes = [(request["id"], body["name"], request["temporary_name"])]
-        with explaining_removal(*request["ref"], body["templateID"]):
+        with removal_explained(*request["ref"], body["templateID"]):
             replace(client, old_sandboxes, lambda: client.post("/sandboxes", body))
     else:
         apply_to_sandbox(action, client)
@@ -482,7 +488,7 @@ def apply_to_sandbox(action: Action, client: Client) -> None:
 
 
 def _compute_remaining_seconds(end: datetime | None, client: Client) -> int:
-    return UNLIMITED if end is None else max(1, round((end - client.now()).total_seconds()))
+    return UNLIMITED_TIMEOUT if end is None else max(1, round((end - client.now()).total_seconds()))
 
 
 def replace(client: Client, old_sandboxes: list[tuple[str, str, str]], create: Any) -> Any:
@@ -493,8 +499,8 @@ def replace(client: Client, old_sandboxes: list[tuple[str, str, str]], create: A
     """
     renamed_sandboxes = []
     try:
-        for ident, name, temporary in old_sandboxes:
-            client.patch(f"/sandboxes/{quote_segment(ident)}", {"name": temporary})
+        for ident, name, temporary_name in old_sandboxes:
+            client.patch(f"/sandboxes/{quote_segment(ident)}", {"name": temporary_name})
             renamed_sandboxes.append((ident, name))
         result = create()
     except BaseException:
@@ -506,10 +512,10 @@ def replace(client: Client, old_sandboxes: list[tuple[str, str, str]], create: A
     return result
 
 
-def result_lists(want: DesiredState) -> dict[str, tuple[str, ...]]:
+def get_result_lists(want: DesiredState) -> dict[str, tuple[str, ...]]:
     """Return the keys of the result's lists, in order, with the names of the resources in each list."""
     return {PLURAL: want.names}
 
 
-def resources_by_name(want: DesiredState, have: CurrentState) -> Mapping[str, Mapping[str, Any]]:
+def get_resources_by_name(want: DesiredState, have: CurrentState) -> Mapping[str, Mapping[str, Any]]:
     return have.resources

@@ -118,7 +118,7 @@ RECIPE_FIELDS = {
 """Module option → the gateway's field."""
 
 
-def sandbox_shape(detail: dict[str, Any]) -> dict[str, Any]:
+def make_sandbox_shape(detail: dict[str, Any]) -> dict[str, Any]:
     network = detail.get("network") or {}
     return {
         "id": detail["sandboxID"],
@@ -148,7 +148,7 @@ def sandbox_shape(detail: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def snapshot_shape(snapshot: dict[str, Any]) -> dict[str, Any]:
+def make_snapshot_shape(snapshot: dict[str, Any]) -> dict[str, Any]:
     names = list(snapshot.get("names") or [])
     return {
         "id": snapshot["snapshotID"],
@@ -180,7 +180,7 @@ def snapshot_shape(snapshot: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def template_shape(template: dict[str, Any]) -> dict[str, Any]:
+def make_template_shape(template: dict[str, Any]) -> dict[str, Any]:
     names = list(template.get("names") or template.get("aliases") or [])
     recipe = template.get("recipe") or {}
     if recipe:
@@ -207,7 +207,7 @@ def template_shape(template: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def volume_shape(volume: dict[str, Any], snapshots: Iterable[dict[str, Any]]) -> dict[str, Any]:
+def make_volume_shape(volume: dict[str, Any], snapshots: Iterable[dict[str, Any]]) -> dict[str, Any]:
     """Return the shape of a volume. ``snapshots`` are all of its snapshots, as the gateway lists them: oldest first."""
     all_snapshots = list(snapshots)
     attachments = [

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any
 
 from ansible_collections.grove.sandbox.plugins.module_utils import _refusals
 from ansible_collections.grove.sandbox.plugins.module_utils._client import quote_segment
-from ansible_collections.grove.sandbox.plugins.module_utils._failure import Failure, explaining_removal
-from ansible_collections.grove.sandbox.plugins.module_utils._mounts import volume_paths
+from ansible_collections.grove.sandbox.plugins.module_utils._failure import Failure, removal_explained
+from ansible_collections.grove.sandbox.plugins.module_utils._mounts import list_volume_paths
 from ansible_collections.grove.sandbox.plugins.module_utils._names import find_taken_names
 from ansible_collections.grove.sandbox.plugins.module_utils._plan import (
     SNAPSHOT,
@@ -21,22 +21,22 @@ from ansible_collections.grove.sandbox.plugins.module_utils._plan import (
     Change,
     Plan,
     Planner,
-    diverged_condition,
+    failures_conditional,
+    make_diverged_condition,
     may_have_diverged,
-    refused_under,
     require_minimum,
     validate_names,
 )
 from ansible_collections.grove.sandbox.plugins.module_utils._shapes import (
     SNAPSHOT_KEYS,
-    sandbox_shape,
-    snapshot_shape,
+    make_sandbox_shape,
+    make_snapshot_shape,
 )
 from ansible_collections.grove.sandbox.plugins.module_utils._snapshot_files import (
     PRIVATE_MODE,
     SnapshotFile,
     make_private,
-    new_file,
+    new_file_opened,
     read_head,
     read_pieces,
     read_snapshot_file,
@@ -123,7 +123,7 @@ class CurrentState:
     """Whether this is the state of a plan session."""
 
 
-def desired_state(params: Mapping[str, Any]) -> DesiredState:
+def parse_desired_state(params: Mapping[str, Any]) -> DesiredState:
     names = validate_names(params["name"], "snapshot")
     sandbox_refs = params.get("sandbox") or []
     file = params.get("export_to") or params.get("import_from") or ""
@@ -143,9 +143,9 @@ def desired_state(params: Mapping[str, Any]) -> DesiredState:
         sandboxes=dict(zip(names, sandbox_refs)),
         description=params.get("description"),
         memory=params.get("memory") or "auto",
-        volumes=_requested_volumes(params.get("volumes")),
+        volumes=_parse_requested_volumes(params.get("volumes")),
         expires_in=require_minimum(params.get("expires_in"), 1, "expires_in (seconds)"),
-        retention=_retention_fields(params.get("retention")),
+        retention=_build_retention_fields(params.get("retention")),
         prewarm=require_minimum(params.get("prewarm"), 0, "prewarm"),
         when_changed=bool(params.get("when_changed")),
         when_unused=bool(params.get("when_unused")),
@@ -168,7 +168,7 @@ def _check_file_options(params: Mapping[str, Any], names: tuple[str, ...], file:
         raise Failure("memory: none is not valid with import_from: export the file without memory instead")
 
 
-def _retention_fields(option: Mapping[str, Any] | None) -> dict[str, int] | None:
+def _build_retention_fields(option: Mapping[str, Any] | None) -> dict[str, int] | None:
     """Return the retention rule as the gateway's request fields."""
     if option is None:
         return None
@@ -180,7 +180,7 @@ def _retention_fields(option: Mapping[str, Any] | None) -> dict[str, int] | None
     }
 
 
-def _requested_volumes(option: list[str] | None) -> tuple[str, ...] | None:
+def _parse_requested_volumes(option: list[str] | None) -> tuple[str, ...] | None:
     return validate_names(option, "volume") if option else None if option is None else ()
 
 
@@ -193,11 +193,11 @@ def observe(client: Client, want: DesiredState) -> CurrentState:
     if path := want.export_to or want.import_from:
         try:
             file = read_snapshot_file(path)
-            # Only gateways that can transfer snapshots have a key. This is no object on which a plan depends.
+            # Only gateways that can transfer snapshots have a key. It is not an object on which a plan depends.
             client.call("GET", "/signer")
         except Failure as failure:
             file_failure = failure
-    taken_names = find_taken_names(client, missing_names, except_kind="snapshot")
+    taken_names = find_taken_names(client, missing_names, excluded_kind="snapshot")
     refs = dict.fromkeys(want.sandboxes.values())
     refs_to_capture = {want.sandboxes[name] for name in missing_names if name in want.sandboxes}
     sandboxes = {}
@@ -206,13 +206,13 @@ def observe(client: Client, want: DesiredState) -> CurrentState:
         # A snapshot can outlive its sandbox, so only sandboxes with missing snapshots have to exist.
         detail = client.get(path) if ref in refs_to_capture else client.find(path)
         if detail is not None:
-            sandboxes[ref] = sandbox_shape(detail)
+            sandboxes[ref] = make_sandbox_shape(detail)
     heads = {}
     if want.when_changed:
         for ref in refs_to_capture:
             head = client.find(f"/snapshots/{quote_segment(sandboxes[ref]['snapshot_id'] or '-')}")
             if head is not None and head.get("kind", "snapshot") == "snapshot":
-                heads[head["snapshotID"]] = snapshot_shape(head)
+                heads[head["snapshotID"]] = make_snapshot_shape(head)
     return CurrentState(
         resources,
         sandboxes,
@@ -231,7 +231,7 @@ def find_snapshots(client: Client, refs: tuple[str, ...]) -> dict[str, dict[str,
         snapshot = client.find(f"/snapshots/{quote_segment(ref)}")
         # The gateway also returns templates here.
         if snapshot is not None and snapshot.get("kind", "snapshot") == "snapshot":
-            shapes[ref] = snapshot_shape(snapshot)
+            shapes[ref] = make_snapshot_shape(snapshot)
     return shapes
 
 
@@ -252,14 +252,14 @@ def find_users(client: Client, snapshots: Iterable[Mapping[str, Any]]) -> dict[s
     return users_by_id
 
 
-def view(shape: Mapping[str, Any]) -> dict[str, Any]:
+def make_view(shape: Mapping[str, Any]) -> dict[str, Any]:
     fields = {key: shape[key] for key in ("name", "description", "source_sandbox_id", "status", "volumes")}
     fields.update({key: shape[key] for key in ("prewarm", "imported_from") if shape[key]})
     return fields
 
 
-def named_paths(want: DesiredState, have: CurrentState) -> list[str]:
-    return volume_paths(want.volumes or ())
+def list_named_paths(want: DesiredState, have: CurrentState) -> list[str]:
+    return list_volume_paths(want.volumes or ())
 
 
 def plan(want: DesiredState, have: CurrentState) -> Plan:
@@ -270,17 +270,17 @@ def plan(want: DesiredState, have: CurrentState) -> Plan:
 
 
 def _plan_snapshot(want: DesiredState, have: CurrentState, name: str) -> list[Action]:
-    current = have.resources.get(name)
+    current_shape = have.resources.get(name)
     if want.state == "absent":
-        return [] if current is None else [_plan_removal(want, have, name, current)]
+        return [] if current_shape is None else [_plan_removal(want, have, name, current_shape)]
     if have.file_failure is not None:
         raise have.file_failure
-    if current is not None:
-        _check_matches(want, have, name, current)
-        prewarm_actions = plan_prewarm(name, current, view(current), want.prewarm, SNAPSHOT)
-        return [*prewarm_actions, *_plan_export(want, have, name, view(current), current)]
+    if current_shape is not None:
+        _check_differences(want, have, name, current_shape)
+        prewarm_actions = plan_prewarm(name, current_shape, make_view(current_shape), want.prewarm, SNAPSHOT)
+        return [*prewarm_actions, *_plan_export(want, have, name, make_view(current_shape), current_shape)]
     if name in have.taken_names:
-        raise _refusals.name_taken_error(name, have.taken_names[name])
+        raise _refusals.create_name_taken_error(name, have.taken_names[name])
     if want.import_from:
         return [_plan_import(want, have, name)]
     if not want.sandboxes:
@@ -295,8 +295,8 @@ def _plan_snapshot(want: DesiredState, have: CurrentState, name: str) -> list[Ac
         if not is_expected and not (have.is_session and may_have_diverged(sandbox)):
             return []
         if find_unchanged_snapshot(want, have, {**sandbox, "diverged": False}) is not None:
-            condition = diverged_condition(sandbox)
-    with refused_under(condition, is_expected=is_expected):
+            condition = make_diverged_condition(sandbox)
+    with failures_conditional(condition, is_expected=is_expected):
         check_running_for_capture(want.sandboxes[name], sandbox)
         capture = _plan_capture(want, name, sandbox, condition, is_expected=is_expected)
         return [capture, *_plan_export(want, have, name, capture.changes[0].after or {})]
@@ -307,9 +307,9 @@ def _plan_export(
     have: CurrentState,
     name: str,
     current_view: Mapping[str, Any],
-    current: Mapping[str, Any] | None = None,
+    current_shape: Mapping[str, Any] | None = None,
 ) -> list[Action]:
-    """Plan to export a snapshot, unless the file already contains it. ``current`` is None for a new snapshot."""
+    """Plan to export a snapshot, unless the file already contains it. ``current_shape`` is None for a new snapshot."""
     if not want.export_to:
         return []
     if current_view["volumes"]:
@@ -318,7 +318,7 @@ def _plan_export(
             "export that",
             "unsupported",
         )
-    if current is not None and have.file is not None and _is_exported(current, have.file):
+    if current_shape is not None and have.file is not None and _is_exported(current_shape, have.file):
         return _plan_private_file(want, have.file, name, current_view)
     after = {**current_view, "exported_to": want.export_to}
     return [Action("export", (Change(name, current_view, after, SNAPSHOT),), {"name": name, "file": want.export_to})]
@@ -345,7 +345,7 @@ def _plan_import(want: DesiredState, have: CurrentState, name: str) -> Action:
     file = have.file
     if file is None:
         # Plan sessions contain no files, so check mode does not know what earlier tasks write.
-        with refused_under(f"only if no earlier task of the run writes {want.import_from}"):
+        with failures_conditional(f"only if no earlier task of the run writes {want.import_from}"):
             raise Failure(f"{want.import_from} does not exist: correct import_from, or copy the file to this host")
     if not file.is_complete:
         raise Failure(f"{want.import_from} is not complete: copy it again, or export the snapshot again")
@@ -378,9 +378,9 @@ def _plan_capture(
 ) -> Action:
     for volume in want.volumes or ():
         if all(each["name"] != volume for each in sandbox["volumes"]):
-            raise _refusals.volume_not_mounted_error(volume, sandbox["name"], sandbox["id"])
+            raise _refusals.create_volume_not_mounted_error(volume, sandbox["name"], sandbox["id"])
     if want.prewarm and want.memory == "none":
-        raise _refusals.prewarm_without_memory_error("snapshot", name)
+        raise _refusals.create_prewarm_without_memory_error("snapshot", name)
     body: dict[str, Any] = {"name": name, "description": want.description or "", "memory": want.memory}
     if want.volumes:
         body["volumes"] = list(want.volumes)
@@ -388,7 +388,7 @@ def _plan_capture(
         body["expiresIn"] = want.expires_in
     if want.retention is not None:
         body["retention"] = dict(want.retention)
-    after = captured_view(name, sandbox, want.description, want.volumes or ())
+    after = predict_captured_view(name, sandbox, want.description, want.volumes or ())
     if want.prewarm:
         body["prewarm"] = after["prewarm"] = want.prewarm
     request = {"sandbox": sandbox["id"], "ref": want.sandboxes[name], "body": body}
@@ -398,25 +398,25 @@ def _plan_capture(
 
 
 def plan_prewarm(
-    name: str, current: Mapping[str, Any], before: Mapping[str, Any], count: int | None, kind: str
+    name: str, current_shape: Mapping[str, Any], before: Mapping[str, Any], count: int | None, kind: str
 ) -> list[Action]:
     """Plan to keep ``count`` forks of an existing snapshot or template ready. ``before`` is its current view."""
-    if count is None or count == current["prewarm"]:
+    if count is None or count == current_shape["prewarm"]:
         return []
-    if count and current["memory"] == "none":
-        raise _refusals.prewarm_without_memory_error(kind, name)
-    before = {**before, "prewarm": current["prewarm"]}
-    request = {"path": f"/snapshots/{quote_segment(current['id'])}/prewarm", "count": count}
+    if count and current_shape["memory"] == "none":
+        raise _refusals.create_prewarm_without_memory_error(kind, name)
+    before = {**before, "prewarm": current_shape["prewarm"]}
+    request = {"path": f"/snapshots/{quote_segment(current_shape['id'])}/prewarm", "count": count}
     return [Action("prewarm", (Change(name, before, {**before, "prewarm": count}, kind),), request)]
 
 
 def check_running_for_capture(ref: str, sandbox: Mapping[str, Any]) -> None:
     """Raise Failure if the sandbox is paused, because only running sandboxes can be captured."""
     if sandbox["state"] != "running":
-        raise _refusals.paused_for_capture_error(ref, sandbox["id"])
+        raise _refusals.create_paused_for_capture_error(ref, sandbox["id"])
 
 
-def captured_view(
+def predict_captured_view(
     name: str, sandbox: Mapping[str, Any], description: str | None, volumes: Iterable[str] = ()
 ) -> dict[str, Any]:
     return {
@@ -443,81 +443,87 @@ def find_unchanged_snapshot(
     return head if set(want.volumes or ()) <= set(head["volumes"]) else None
 
 
-def _check_matches(want: DesiredState, have: CurrentState, name: str, current: Mapping[str, Any]) -> None:
+def _check_differences(want: DesiredState, have: CurrentState, name: str, current_shape: Mapping[str, Any]) -> None:
     """Raise Failure if the existing snapshot differs from the request, because snapshots cannot change."""
     if want.import_from:
-        _check_is_import(want, have, name, current)
+        _check_import_origin(want, have, name, current_shape)
         return
     sandbox = have.sandboxes.get(want.sandboxes.get(name, ""))
     differences = []
-    if sandbox is not None and current["source_sandbox_id"] != sandbox["id"]:
-        differences.append(f"captures sandbox {current['source_sandbox_id']}, not {want.sandboxes[name]!r}")
-    if want.description is not None and current["description"] != want.description:
-        differences.append(f"has the description {current['description']!r}")
-    if want.memory == "none" and current["memory"] != "none":
+    if sandbox is not None and current_shape["source_sandbox_id"] != sandbox["id"]:
+        differences.append(f"captures sandbox {current_shape['source_sandbox_id']}, not {want.sandboxes[name]!r}")
+    if want.description is not None and current_shape["description"] != want.description:
+        differences.append(f"has the description {current_shape['description']!r}")
+    if want.memory == "none" and current_shape["memory"] != "none":
         differences.append("includes memory")
-    if want.volumes is not None and current["volumes"] != sorted(want.volumes):
+    if want.volumes is not None and current_shape["volumes"] != sorted(want.volumes):
         differences.append(
-            f"includes the volumes {', '.join(current['volumes'])}" if current["volumes"] else "includes no volumes"
+            f"includes the volumes {', '.join(current_shape['volumes'])}"
+            if current_shape["volumes"]
+            else "includes no volumes"
         )
     if differences:
         raise Failure(
             f"snapshot {name!r} already exists and {' and '.join(differences)}: a snapshot never changes, so choose "
             "another name, or remove it first with state: absent",
             "conflict",
-            blockers=[current["id"]],
+            blockers=[current_shape["id"]],
         )
 
 
-def _check_is_import(want: DesiredState, have: CurrentState, name: str, current: Mapping[str, Any]) -> None:
+def _check_import_origin(want: DesiredState, have: CurrentState, name: str, current_shape: Mapping[str, Any]) -> None:
     """Raise Failure unless the existing snapshot was imported from the file. The snapshot can outlive the file."""
-    if current["imported_from"] and have.file is None:
+    if current_shape["imported_from"] and have.file is None:
         return
-    if have.file is None or current["imported_from"] != have.file.snapshot_id:
+    if have.file is None or current_shape["imported_from"] != have.file.snapshot_id:
         origin = (
-            f"was imported from snapshot {current['imported_from']}" if current["imported_from"] else "was captured"
+            f"was imported from snapshot {current_shape['imported_from']}"
+            if current_shape["imported_from"]
+            else "was captured"
         )
         contents = f"contains snapshot {have.file.snapshot_id}" if have.file else "does not exist"
         raise Failure(
             f"snapshot {name!r} already exists and {origin}, but {want.import_from} {contents}: choose another name, "
             "or remove the snapshot first with state: absent",
             "conflict",
-            blockers=[current["id"]],
+            blockers=[current_shape["id"]],
         )
 
 
-def _plan_removal(want: DesiredState, have: CurrentState, name: str, current: Mapping[str, Any]) -> Action:
-    check_unused("snapshot", name, have.users.get(current["id"]))
-    request = {"path": f"/snapshots/{quote_segment(current['id'])}", "when_unused": want.when_unused}
-    return Action("remove", (Change(name, view(current), None, SNAPSHOT),), request)
+def _plan_removal(want: DesiredState, have: CurrentState, name: str, current_shape: Mapping[str, Any]) -> Action:
+    check_unused("snapshot", name, have.users.get(current_shape["id"]))
+    request = {"path": f"/snapshots/{quote_segment(current_shape['id'])}", "when_unused": want.when_unused}
+    return Action("remove", (Change(name, make_view(current_shape), None, SNAPSHOT),), request)
 
 
 def check_unused(kind: str, name: str, users: Users | None) -> None:
     """Raise Failure if ``users`` is not None, which means that the resource is in use."""
     if users is not None:
-        raise _refusals.in_use_error(kind, name, users)
+        raise _refusals.create_in_use_error(kind, name, users)
 
 
 def apply(action: Action, client: Client) -> dict[str, Failure]:
     """Carry out one action. Raises Failure."""
     request = action.request
     if action.verb == "capture":
-        # In check mode, an earlier task may be going to create the directory.
+        # In check mode, the directory may be one that an earlier task would create.
         if "file" in request and not client.is_planning:
             require_writable_directory(request["file"])
-        with explaining_removal("sandbox", request["ref"], request["sandbox"]):
+        with removal_explained("sandbox", request["ref"], request["sandbox"]):
             client.post(f"/sandboxes/{quote_segment(request['sandbox'])}/snapshots", dict(request["body"]))
     elif action.verb == "export":
         # A plan session writes no files.
         if not client.is_planning:
-            with new_file(request["file"]) as write:
-                client.download(f"/snapshots/{quote_segment(request['name'])}/export", write)
+            with new_file_opened(request["file"]) as write_piece:
+                client.download(f"/snapshots/{quote_segment(request['name'])}/export", write_piece)
     elif action.verb == "protect":
         if not client.is_planning:
             make_private(request["file"])
     elif action.verb == "import":
-        read = read_head if client.is_planning else read_pieces
-        client.upload("/snapshots/import", lambda: read(request["file"]), name=request["name"], trust=request["trust"])
+        read_file = read_head if client.is_planning else read_pieces
+        client.upload(
+            "/snapshots/import", lambda: read_file(request["file"]), name=request["name"], trust=request["trust"]
+        )
     elif action.verb == "prewarm":
         client.post(request["path"], {"count": request["count"]})
     elif action.verb == "remove":
@@ -527,12 +533,12 @@ def apply(action: Action, client: Client) -> dict[str, Failure]:
     return {}
 
 
-def result_lists(want: DesiredState) -> dict[str, tuple[str, ...]]:
+def get_result_lists(want: DesiredState) -> dict[str, tuple[str, ...]]:
     """Return the keys of the result's lists, in order, with the names of the resources in each list."""
     return {PLURAL: want.names}
 
 
-def resources_by_name(want: DesiredState, have: CurrentState) -> Mapping[str, Mapping[str, Any]]:
+def get_resources_by_name(want: DesiredState, have: CurrentState) -> Mapping[str, Mapping[str, Any]]:
     """Return snapshots by name. A name that ``when_changed`` skipped maps to the sandbox's last snapshot."""
     result = dict(have.resources)
     for name, ref in want.sandboxes.items():

@@ -2,7 +2,7 @@
 # GNU General Public License v3.0+ (see COPYING or https://www.gnu.org/licenses/gpl-3.0.txt)
 # SPDX-License-Identifier: GPL-3.0-or-later
 
-"""Recognize the files that contain snapshots, and write them so that a file is complete if it has its name.
+"""Recognize snapshot files, and write them so that a file gets its final name only when it is complete.
 
 The gateway checks everything in a file. This module only reads which snapshot it contains.
 """
@@ -37,7 +37,8 @@ PRIVATE_MODE = 0o600
 class SnapshotFile:
     """A file with a snapshot.
 
-    ``head``: its beginning, which contains the manifest. ``is_complete``: it has an end. ``mode``: its permissions.
+    ``head``: its beginning, which contains the manifest. ``is_complete``: whether it has an end. ``mode``: its
+    permissions.
     """
 
     manifest: dict[str, Any]
@@ -129,7 +130,7 @@ def require_writable_directory(path: str) -> None:
 
 def make_private(path: str) -> None:
     """Make a file readable only by its owner. Raises Failure."""
-    with _explaining_write_errors(path):
+    with _write_errors_explained(path):
         descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
         try:
             os.fchmod(descriptor, PRIVATE_MODE)
@@ -138,19 +139,19 @@ def make_private(path: str) -> None:
 
 
 @contextlib.contextmanager
-def new_file(path: str) -> Iterator[Callable[[bytes], None]]:
+def new_file_opened(path: str) -> Iterator[Callable[[bytes], None]]:
     """Yield a function that writes a snapshot file, which replaces ``path`` if the context ends without an error.
 
     Until then, the contents are in the file `.NAME.partial`, which only its owner can read. If an export is killed, the
-    next one reuses this file. Raises Failure, also if the end of the snapshot file is missing.
+    next one reuses this file. Raises Failure, for example if the end of the snapshot file is missing.
     """
-    target = Path(path)
-    partial = target.with_name(f".{target.name}.partial")
-    with _explaining_write_errors(path):
-        descriptor = _open_partial(partial)
+    target_path = Path(path)
+    partial_path = target_path.with_name(f".{target_path.name}.partial")
+    with _write_errors_explained(path):
+        descriptor = _open_partial_file(partial_path)
 
     def write(piece: bytes) -> None:
-        with _explaining_write_errors(path):
+        with _write_errors_explained(path):
             while piece:
                 piece = piece[os.write(descriptor, piece) :]
 
@@ -163,20 +164,20 @@ def new_file(path: str) -> Iterator[Callable[[bytes], None]]:
                     "again",
                     "unreachable",
                 )
-            with _explaining_write_errors(path):
+            with _write_errors_explained(path):
                 os.fsync(descriptor)
-                partial.replace(target)
+                partial_path.replace(target_path)
         except BaseException:
             with contextlib.suppress(OSError):
-                partial.unlink()
+                partial_path.unlink()
             raise
     finally:
         os.close(descriptor)
-    with _explaining_write_errors(path):
-        _sync_directory(target.parent)
+    with _write_errors_explained(path):
+        _sync_directory(target_path.parent)
 
 
-def _open_partial(path: Path) -> int:
+def _open_partial_file(path: Path) -> int:
     """Create a file, or empty the one that a killed export left behind, and lock it. Raises Failure and OSError."""
     while True:
         try:
@@ -205,10 +206,10 @@ def _open_partial(path: Path) -> int:
 
 
 def _require_own_file(path: Path, descriptor: int) -> None:
-    """Raise Failure if another user could read what is written to the file, or if it has another name."""
+    """Raise Failure if another user could read what is written to the file, or if it has other hard links."""
     status = os.fstat(descriptor)
     if not stat.S_ISREG(status.st_mode) or status.st_uid != os.geteuid() or status.st_nlink > 1:
-        raise Failure(f"{path} was not created by an export of this user: remove it first")
+        raise Failure(f"{path} was not created by an export that this user ran: remove it first")
 
 
 def _sync_directory(path: Path) -> None:
@@ -220,7 +221,7 @@ def _sync_directory(path: Path) -> None:
 
 
 @contextlib.contextmanager
-def _explaining_write_errors(path: str) -> Iterator[None]:
+def _write_errors_explained(path: str) -> Iterator[None]:
     try:
         yield
     except OSError as error:

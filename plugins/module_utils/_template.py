@@ -24,7 +24,11 @@ from ansible_collections.grove.sandbox.plugins.module_utils._plan import (
     require_minimum,
     validate_names,
 )
-from ansible_collections.grove.sandbox.plugins.module_utils._shapes import RECIPE_FIELDS, TEMPLATE_KEYS, template_shape
+from ansible_collections.grove.sandbox.plugins.module_utils._shapes import (
+    RECIPE_FIELDS,
+    TEMPLATE_KEYS,
+    make_template_shape,
+)
 from ansible_collections.grove.sandbox.plugins.module_utils._snapshot import check_unused, find_users, plan_prewarm
 
 if TYPE_CHECKING:
@@ -84,7 +88,7 @@ class CurrentState:
     users: Mapping[str, Mapping[str, tuple[str, ...]]] = field(default_factory=dict)
 
 
-def desired_state(params: Mapping[str, Any]) -> DesiredState:
+def parse_desired_state(params: Mapping[str, Any]) -> DesiredState:
     recipe = {option: params[option] for option in RECIPE_FIELDS}
     recipe["from"] = recipe["from"] or ("image" if recipe["image"] else "debootstrap")
     recipe["packages"] = sorted(set(recipe["packages"]))
@@ -106,21 +110,21 @@ def observe(client: Client, want: DesiredState) -> CurrentState:
     for name in want.names:
         entry = client.find(f"/templates/{quote_segment(name)}")
         if entry is not None:
-            resources[name] = template_shape(entry)
+            resources[name] = make_template_shape(entry)
     if want.state == "absent":
         return CurrentState(resources, users={} if want.when_unused else find_users(client, resources.values()))
     missing_names = [name for name in want.names if name not in resources]
-    return CurrentState(resources, find_taken_names(client, missing_names, except_kind="template"))
+    return CurrentState(resources, find_taken_names(client, missing_names, excluded_kind="template"))
 
 
-def view(shape: Mapping[str, Any]) -> dict[str, Any]:
+def make_view(shape: Mapping[str, Any]) -> dict[str, Any]:
     outdated_field = {"outdated": True} if shape["outdated"] else {}
     prewarm_field = {"prewarm": shape["prewarm"]} if shape["prewarm"] else {}
     fields = {"name": shape["name"], "status": shape["status"], **outdated_field, **prewarm_field}
     return {**fields, "recipe": dict(shape["recipe"])}
 
 
-def named_paths(want: DesiredState, have: CurrentState) -> tuple[str, ...]:
+def list_named_paths(want: DesiredState, have: CurrentState) -> tuple[str, ...]:
     return ()
 
 
@@ -132,18 +136,22 @@ def plan(want: DesiredState, have: CurrentState) -> Plan:
 
 
 def _plan_template(want: DesiredState, have: CurrentState, name: str) -> list[Action]:
-    current = have.resources.get(name)
+    current_shape = have.resources.get(name)
     if want.state == "absent":
-        if current is not None and current["status"] == "building":
-            raise _refusals.template_not_ready_error(name)
-        return [] if current is None or current["status"] == "error" else [_plan_removal(want, have, name, current)]
-    if current is None and name in have.taken_names:
-        raise _refusals.name_taken_error(name, have.taken_names[name])
-    if current is not None and _is_up_to_date(want, current):
-        if current["status"] == "building":
+        if current_shape is not None and current_shape["status"] == "building":
+            raise _refusals.create_template_not_ready_error(name)
+        return (
+            []
+            if current_shape is None or current_shape["status"] == "error"
+            else [_plan_removal(want, have, name, current_shape)]
+        )
+    if current_shape is None and name in have.taken_names:
+        raise _refusals.create_name_taken_error(name, have.taken_names[name])
+    if current_shape is not None and _is_up_to_date(want, current_shape):
+        if current_shape["status"] == "building":
             return []
-        return plan_prewarm(name, current, view(current), want.prewarm, TEMPLATE)
-    before = None if current is None else view(current)
+        return plan_prewarm(name, current_shape, make_view(current_shape), want.prewarm, TEMPLATE)
+    before = None if current_shape is None else make_view(current_shape)
     after: dict[str, Any] = {"name": name, "recipe": dict(want.recipe)}
     if before and "outdated" in before:
         after["outdated"] = False
@@ -157,25 +165,25 @@ def _plan_template(want: DesiredState, have: CurrentState, name: str) -> list[Ac
     return [Action("build", (Change(name, before, after, TEMPLATE),), {"body": body, "wait": want.wait_timeout})]
 
 
-def _is_up_to_date(want: DesiredState, current: Mapping[str, Any]) -> bool:
+def _is_up_to_date(want: DesiredState, current_shape: Mapping[str, Any]) -> bool:
     """Return whether the template was built from the recipe and is not outdated.
 
     If the task does not wait, a template that is still being built counts as up to date. A template whose state the
     gateway cannot determine counts as not outdated.
     """
     accepted_statuses = ("ready",) if want.wait_timeout else ("ready", "building")
-    has_same_recipe = all(current["recipe"].get(option) == value for option, value in want.recipe.items())
+    has_same_recipe = all(current_shape["recipe"].get(option) == value for option, value in want.recipe.items())
     return (
-        current["status"] in accepted_statuses
+        current_shape["status"] in accepted_statuses
         and has_same_recipe
-        and not (want.rebuild_outdated and current["outdated"])
+        and not (want.rebuild_outdated and current_shape["outdated"])
     )
 
 
-def _plan_removal(want: DesiredState, have: CurrentState, name: str, current: Mapping[str, Any]) -> Action:
-    check_unused("template", name, have.users.get(current["id"]))
-    request = {"path": f"/templates/{quote_segment(current['id'])}", "when_unused": want.when_unused}
-    return Action("remove", (Change(name, view(current), None, TEMPLATE),), request)
+def _plan_removal(want: DesiredState, have: CurrentState, name: str, current_shape: Mapping[str, Any]) -> Action:
+    check_unused("template", name, have.users.get(current_shape["id"]))
+    request = {"path": f"/templates/{quote_segment(current_shape['id'])}", "when_unused": want.when_unused}
+    return Action("remove", (Change(name, make_view(current_shape), None, TEMPLATE),), request)
 
 
 def apply(action: Action, client: Client) -> dict[str, Failure]:
@@ -225,9 +233,9 @@ def _append_log(message: str, lines: list[str]) -> str:
     return "\n".join([message, "The end of its log:", *lines]) if lines else message
 
 
-def result_lists(want: DesiredState) -> dict[str, tuple[str, ...]]:
+def get_result_lists(want: DesiredState) -> dict[str, tuple[str, ...]]:
     return {PLURAL: want.names}
 
 
-def resources_by_name(want: DesiredState, have: CurrentState) -> Mapping[str, Mapping[str, Any]]:
+def get_resources_by_name(want: DesiredState, have: CurrentState) -> Mapping[str, Mapping[str, Any]]:
     return have.resources

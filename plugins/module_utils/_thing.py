@@ -34,7 +34,7 @@ class ManagedKind(Protocol):
     """Constraints between options, as keyword arguments of AnsibleModule."""
 
     @staticmethod
-    def desired_state(params: Params) -> Any:
+    def parse_desired_state(params: Params) -> Any:
         """Return the requested state in canonical form. Raises Failure."""
 
     @staticmethod
@@ -42,7 +42,7 @@ class ManagedKind(Protocol):
         """Return the current state that a plan needs. Raises Failure."""
 
     @staticmethod
-    def named_paths(want: Any, have: Any) -> Iterable[str]:
+    def list_named_paths(want: Any, have: Any) -> Iterable[str]:
         """Return the paths of the objects that the task depends on, other than those that it declares."""
 
     @staticmethod
@@ -54,12 +54,12 @@ class ManagedKind(Protocol):
         """Carry out one action. Returns the failures by name if only some of its changes failed. Raises Failure."""
 
     @staticmethod
-    def result_lists(want: Any) -> dict[str, tuple[str, ...]]:
+    def get_result_lists(want: Any) -> dict[str, tuple[str, ...]]:
         """Return the keys of the result's lists, in order, with the names of the resources in each list."""
 
     @staticmethod
-    def resources_by_name(want: Any, have: Any) -> Shapes:
-        """Return the shapes of the existing resources, by the names that ``result_lists`` returns."""
+    def get_resources_by_name(want: Any, have: Any) -> Shapes:
+        """Return the shapes of the existing resources, by the names that ``get_result_lists`` returns."""
 
 
 class ListedKind(Protocol):
@@ -73,7 +73,7 @@ class ListedKind(Protocol):
     def RULES(self) -> dict[str, Any]:
         """See ManagedKind."""
 
-    def result(self, client: Client, params: Params) -> dict[str, Any]:
+    def make_result(self, client: Client, params: Params) -> dict[str, Any]:
         """Return the module's result. Raises Failure."""
 
 

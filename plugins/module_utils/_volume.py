@@ -28,7 +28,11 @@ from ansible_collections.grove.sandbox.plugins.module_utils._plan import (
     require_minimum,
     validate_names,
 )
-from ansible_collections.grove.sandbox.plugins.module_utils._shapes import VOLUME_KEYS, sandbox_shape, volume_shape
+from ansible_collections.grove.sandbox.plugins.module_utils._shapes import (
+    VOLUME_KEYS,
+    make_sandbox_shape,
+    make_volume_shape,
+)
 
 if TYPE_CHECKING:
     from ansible_collections.grove.sandbox.plugins.module_utils._client import Client
@@ -95,7 +99,7 @@ class CurrentState:
     taken_names: Mapping[str, str] = field(default_factory=dict)
 
 
-def desired_state(params: Mapping[str, Any]) -> DesiredState:
+def parse_desired_state(params: Mapping[str, Any]) -> DesiredState:
     names = validate_names(params["name"], "volume")
     attachments = _parse_attachments(params.get("attachments"))
     is_absent = params["state"] == "absent"
@@ -156,7 +160,7 @@ def observe(client: Client, want: DesiredState) -> CurrentState:
         entry = client.find(f"/volumes/{quote_segment(name)}")
         if entry is not None:
             snapshots = list(client.list_all(f"/volumes/{quote_segment(name)}/snapshots"))
-            resources[name] = volume_shape(entry, snapshots)
+            resources[name] = make_volume_shape(entry, snapshots)
             snapshot_refs[name] = frozenset(ref for each in snapshots for ref in (each["name"], each["snapshotID"]))
     if want.state == "absent":
         return CurrentState(resources, snapshot_refs)
@@ -164,9 +168,9 @@ def observe(client: Client, want: DesiredState) -> CurrentState:
     for ref in want.attachments or ():
         detail = client.find(f"/sandboxes/{quote_segment(ref)}")
         if detail is not None:
-            sandboxes[ref] = sandbox_shape(detail)
+            sandboxes[ref] = make_sandbox_shape(detail)
     missing_names = [name for name in want.names if name not in resources]
-    taken_names = find_taken_names(client, missing_names, except_kind="volume")
+    taken_names = find_taken_names(client, missing_names, excluded_kind="volume")
     return CurrentState(resources, snapshot_refs, sandboxes, _find_source(client, want), taken_names)
 
 
@@ -181,12 +185,12 @@ def _find_source(client: Client, want: DesiredState) -> Mapping[str, Any] | None
     return next((each for each in entries if snapshot in (each["name"], each["snapshotID"])), None)
 
 
-def view(shape: Mapping[str, Any]) -> dict[str, Any]:
+def make_view(shape: Mapping[str, Any]) -> dict[str, Any]:
     """Return the properties of a volume that a task can declare."""
     return {key: shape[key] for key in ("name", "size_mb", "attachments", "snapshots", "from_snapshot")}
 
 
-def named_paths(want: DesiredState, have: CurrentState) -> tuple[str, ...]:
+def list_named_paths(want: DesiredState, have: CurrentState) -> tuple[str, ...]:
     return ()
 
 
@@ -198,20 +202,20 @@ def plan(want: DesiredState, have: CurrentState) -> Plan:
 
 
 def _plan_volume(want: DesiredState, have: CurrentState, name: str) -> list[Action]:
-    current = have.resources.get(name)
+    current_shape = have.resources.get(name)
     if want.state == "absent":
-        return [] if current is None else _plan_removal(want, name, current)
+        return [] if current_shape is None else _plan_removal(want, name, current_shape)
     volume_plan = _VolumePlan(want, have, name)
-    if current is None:
+    if current_shape is None:
         volume_plan.plan_creation()
     else:
-        volume_plan.before = view(current)
-        _check_matches(want, have, name, current)
-    volume_plan.plan_detach()
+        volume_plan.before = make_view(current_shape)
+        _check_source(want, have, name, current_shape)
+    volume_plan.plan_detachment()
     volume_plan.plan_capture()
     volume_plan.plan_rollback()
-    volume_plan.plan_grow()
-    volume_plan.plan_attach()
+    volume_plan.plan_growth()
+    volume_plan.plan_attachment()
     volume_plan.plan_snapshot_removal()
     return volume_plan.actions
 
@@ -244,7 +248,7 @@ class _VolumePlan:
     def plan_creation(self) -> None:
         want, source = self.want, self.have.source
         if self.name in self.have.taken_names:
-            raise _refusals.name_taken_error(self.name, self.have.taken_names[self.name])
+            raise _refusals.create_name_taken_error(self.name, self.have.taken_names[self.name])
         if want.source is not None and source is None:
             raise Failure(
                 f"snapshot {want.source[1]!r} of volume {want.source[0]!r} not found: use an existing snapshot",
@@ -253,7 +257,7 @@ class _VolumePlan:
         minimum_mb = source["sizeMB"] if source is not None else MIN_SIZE_MB
         size_mb = want.size_mb or (source["sizeMB"] if source is not None else DEFAULT_SIZE_MB)
         if size_mb < minimum_mb:
-            raise _refusals.volume_too_small_error(self.name, size_mb, minimum_mb)
+            raise _refusals.create_volume_too_small_error(self.name, size_mb, minimum_mb)
         body: dict[str, Any] = {"name": self.name, "sizeMB": size_mb}
         if source is not None:
             body["fromSnapshot"] = source["snapshotID"]
@@ -285,7 +289,7 @@ class _VolumePlan:
                 raise Failure(f"sandbox {entry['sandbox']!r} is listed twice, by its name and by its id: list it once")
         return attachments
 
-    def plan_detach(self) -> None:
+    def plan_detachment(self) -> None:
         if self.want.attachments is None:
             return
         requested_properties = [_get_fixed_properties(entry) for entry in self._list_requested_attachments()]
@@ -321,18 +325,18 @@ class _VolumePlan:
             )
         writers = [each for each in self._current_view["attachments"] if not each["read_only"]]
         if writers and not self.want.force:
-            raise _refusals.volume_has_writers_error(self.name, writers)
+            raise _refusals.create_volume_has_writers_error(self.name, writers)
         self._add_step("rollback", {"snapshot": target, "force": self.want.force}, content_of=target)
 
-    def plan_grow(self) -> None:
+    def plan_growth(self) -> None:
         size_mb = self.want.size_mb
         if size_mb is None or size_mb == self._current_view["size_mb"]:
             return
         if size_mb < self._current_view["size_mb"]:
-            raise _refusals.volume_cannot_shrink_error(self.name, self._current_view["size_mb"], size_mb)
+            raise _refusals.create_volume_cannot_shrink_error(self.name, self._current_view["size_mb"], size_mb)
         self._add_step("grow", {"size_mb": size_mb}, size_mb=size_mb)
 
-    def plan_attach(self) -> None:
+    def plan_attachment(self) -> None:
         if self.want.attachments is None:
             return
         existing_properties = [_get_fixed_properties(each) for each in self._current_view["attachments"]]
@@ -362,13 +366,13 @@ def _get_fixed_properties(entry: Mapping[str, Any]) -> tuple[str, str, bool]:
     return entry["sandbox_id"], entry["path"], entry["read_only"]
 
 
-def _check_matches(want: DesiredState, have: CurrentState, name: str, current: Mapping[str, Any]) -> None:
+def _check_source(want: DesiredState, have: CurrentState, name: str, current_shape: Mapping[str, Any]) -> None:
     """Raise Failure if the volume was created from another source, unless the requested snapshot no longer exists."""
     if (
         want.source is not None
-        and (have.source or {}).get("snapshotID", current["from_snapshot"]) != current["from_snapshot"]
+        and (have.source or {}).get("snapshotID", current_shape["from_snapshot"]) != current_shape["from_snapshot"]
     ):
-        origin_text = f"from snapshot {current['from_snapshot']}" if current["from_snapshot"] else "empty"
+        origin_text = f"from snapshot {current_shape['from_snapshot']}" if current_shape["from_snapshot"] else "empty"
         raise Failure(
             f"volume {name!r} was created {origin_text}, not from {'@'.join(want.source)}, which cannot change: choose "
             "another name, or remove it first with state: absent, which loses its contents",
@@ -376,35 +380,42 @@ def _check_matches(want: DesiredState, have: CurrentState, name: str, current: M
         )
 
 
-def _plan_removal(want: DesiredState, name: str, current: Mapping[str, Any]) -> list[Action]:
+def _plan_removal(want: DesiredState, name: str, current_shape: Mapping[str, Any]) -> list[Action]:
     """Return the actions that detach the volume, if requested, and remove it.
 
     Raises Failure if something prevents the removal. Its message lists all reasons.
     """
-    before = view(current)
+    before = make_view(current_shape)
     should_detach = want.attachments is not None
     reasons = []
-    if current["attachments"] and not should_detach:
-        sandboxes_text = ", ".join(each["sandbox"] for each in current["attachments"])
+    if current_shape["attachments"] and not should_detach:
+        sandboxes_text = ", ".join(each["sandbox"] for each in current_shape["attachments"])
         reasons.append(f"is mounted in {sandboxes_text} (set attachments: [] to detach it)")
-    if current["snapshots"] and not want.purge:
-        reasons.append(f"has snapshots: {', '.join(current['snapshots'])} (set purge: true to remove them as well)")
-    if current["captured_by"]:
+    if current_shape["snapshots"] and not want.purge:
         reasons.append(
-            f"is part of snapshots of sandboxes ({', '.join(current['captured_by'])}), which must be removed first"
+            f"has snapshots: {', '.join(current_shape['snapshots'])} (set purge: true to remove them as well)"
+        )
+    if current_shape["captured_by"]:
+        reasons.append(
+            f"is part of snapshots of sandboxes ({', '.join(current_shape['captured_by'])}), which must be removed "
+            "first"
         )
     if reasons:
-        sandbox_ids = [] if should_detach else [each["sandbox_id"] for each in current["attachments"]]
-        remaining_snapshots = [] if want.purge else current["snapshots"]
+        sandbox_ids = [] if should_detach else [each["sandbox_id"] for each in current_shape["attachments"]]
+        remaining_snapshots = [] if want.purge else current_shape["snapshots"]
         raise Failure(
             f"volume {name!r} {' and '.join(reasons)}",
             "in_use",
-            blockers=[*sandbox_ids, *remaining_snapshots, *current["captured_by"]],
+            blockers=[*sandbox_ids, *remaining_snapshots, *current_shape["captured_by"]],
         )
     actions = []
-    for number, entry in enumerate(current["attachments"], 1):
-        after: dict[str, Any] | None = {**before, "attachments": current["attachments"][number:]}
-        if current["owner_sandbox_id"] and number == len(current["attachments"]) and not current["snapshots"]:
+    for number, entry in enumerate(current_shape["attachments"], 1):
+        after: dict[str, Any] | None = {**before, "attachments": current_shape["attachments"][number:]}
+        if (
+            current_shape["owner_sandbox_id"]
+            and number == len(current_shape["attachments"])
+            and not current_shape["snapshots"]
+        ):
             after = None
         actions.append(Action("detach", (Change(name, before, after, VOLUME),), {"sandbox": entry["sandbox_id"]}))
         if after is None:
@@ -440,10 +451,10 @@ def apply(action: Action, client: Client) -> dict[str, Failure]:
     return {}
 
 
-def result_lists(want: DesiredState) -> dict[str, tuple[str, ...]]:
+def get_result_lists(want: DesiredState) -> dict[str, tuple[str, ...]]:
     """Return the keys of the result's lists, in order, with the names of the resources in each list."""
     return {PLURAL: want.names}
 
 
-def resources_by_name(want: DesiredState, have: CurrentState) -> Mapping[str, Mapping[str, Any]]:
+def get_resources_by_name(want: DesiredState, have: CurrentState) -> Mapping[str, Mapping[str, Any]]:
     return have.resources

@@ -50,10 +50,10 @@ attributes:
   check_mode:
     support: partial
     details:
-      - With O(unless_clean=true), check mode cannot know whether a running sandbox will have diverged by then. If its
-        disk does not show that it has diverged, it predicts no rollback. If an earlier task of the check run has
-        changed the sandbox, it predicts the rollback. In both cases, the plan contains the rollback, and shows that it
-        depends on this.
+      - With O(unless_clean=true), check mode cannot know whether a running sandbox will have diverged by then. If the
+        sandbox's disk does not show that it has diverged, check mode predicts no rollback. If an earlier task of the
+        check run has changed the sandbox, check mode predicts the rollback. In both cases, the plan contains the
+        rollback, and shows that it depends on whether the sandbox has diverged.
   idempotent:
     support: partial
     details:

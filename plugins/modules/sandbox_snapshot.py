@@ -139,10 +139,10 @@ attributes:
   check_mode:
     support: partial
     details:
-      - With O(when_changed=true), check mode cannot know whether a running sandbox will have diverged by then. If its
-        disk does not show that it has diverged, it predicts no snapshot. If an earlier task of the check run has
-        changed the sandbox, it predicts the snapshot. In both cases, the plan contains the snapshot, and shows that it
-        depends on this.
+      - With O(when_changed=true), check mode cannot know whether a running sandbox will have diverged by then. If the
+        sandbox's disk does not show that it has diverged, check mode predicts no snapshot. If an earlier task of the
+        check run has changed the sandbox, check mode predicts the snapshot. In both cases, the plan contains the
+        snapshot, and shows that it depends on whether the sandbox has diverged.
       - Check mode does not know which files and directories earlier tasks of the run create. It predicts an import from
         the file that exists now. If O(import_from) does not exist, it refuses the task, and the plan shows that this
         depends on the earlier tasks. It does not check the directory of O(export_to); a run does before it takes the

@@ -90,7 +90,7 @@ options:
   purge:
     description:
       - Whether to remove surplus snapshots of the volume, which are those that O(snapshots), if set, does not list.
-      - With O(state=absent), all of its snapshots are removed, which otherwise prevent the removal of the volume.
+      - With O(state=absent), all of its snapshots are removed, which would otherwise prevent the removal of the volume.
       - Captures in snapshots of sandboxes are removed only with those snapshots.
     type: bool
     default: false
@@ -107,8 +107,8 @@ attributes:
   check_mode:
     support: partial
     details:
-      - Failures whose cause only the gateway's host can find are not predicted. On a jail host, this is the removal of
-        a volume or a snapshot that another program has cloned.
+      - Failures whose cause only the gateway's host can find are not predicted. On a jail host, an example is the
+        removal of a volume or a snapshot that another program has cloned.
   idempotent:
     support: partial
     details:

@@ -24,7 +24,7 @@ from ansible_collections.grove.sandbox.plugins.module_utils._info import Listing
 from ansible_collections.grove.sandbox.plugins.module_utils._module import (
     TOKEN_VARIABLE,
     URL_VARIABLE,
-    argument_spec,
+    make_argument_spec,
 )
 from ansible_collections.grove.sandbox.plugins.module_utils._run import PLAN_KEY, SESSION_KEY, make_failure_result, run
 from ansible_collections.grove.sandbox.plugins.plugin_utils import _check_run, _plan_journal
@@ -52,15 +52,19 @@ def _is_always_in_check_mode(task: Task, templar: Templar, task_vars: dict[str, 
     """
     source = task.get_ds()
     # The attribute of the task itself has already been replaced by its value in this run.
-    own = source.get("check_mode", Sentinel) if isinstance(source, dict) else Sentinel
-    inherited = task._get_parent_attribute("check_mode", omit=True)
+    own_value = source.get("check_mode", Sentinel) if isinstance(source, dict) else Sentinel
+    inherited_value = task._get_parent_attribute("check_mode", omit=True)
     templar = templar.copy_with_new_env(available_variables={**task_vars, "ansible_check_mode": False})
-    omitted = task_vars.get("omit", Sentinel)
+    omitted_value = task_vars.get("omit", Sentinel)
     try:
         # ansible-core 2.19 and later remove omitted values from mappings, and earlier releases return a placeholder.
-        value = templar.template({"own": own}).get("own", omitted) if own is not Sentinel else omitted
-        if own is Sentinel or value == omitted:
-            value = templar.template(inherited) if inherited is not Sentinel else False
+        value = (
+            templar.template({"own": own_value}).get("own", omitted_value)
+            if own_value is not Sentinel
+            else omitted_value
+        )
+        if own_value is Sentinel or value == omitted_value:
+            value = templar.template(inherited_value) if inherited_value is not Sentinel else False
         return bool(boolean(value))
     except (AnsibleError, TypeError):  # The value cannot be known, so later tasks must see the changes.
         return False
@@ -137,7 +141,7 @@ class GatewayAction(ActionBase):
             return {}
         if self._task.async_val:
             raise Failure("a task with async cannot be part of an applied plan: remove async, or do not apply a plan")
-        return {"approved_plan": stack.enter_context(_plan_journal.approved(plan, self._make_task_key(task_vars)))}
+        return {"approved_plan": stack.enter_context(_plan_journal.task_approved(plan, self._make_task_key(task_vars)))}
 
     def _record_session(self, result: dict[str, Any], args: dict[str, Any]) -> None:
         """Record the plan session or applied run that the task has used, so that this host can end it after the run."""
@@ -156,7 +160,7 @@ class GatewayAction(ActionBase):
             "validate_certs": boolean(args.get("validate_certs", True)),
         }
         if args.get("is_async"):
-            _check_run.record_session_of_run(reference)
+            _check_run.record_run_session(reference)
         else:
             _check_run.record_open_session({**reference, "session": session})
 
@@ -167,7 +171,7 @@ class GatewayAction(ActionBase):
             entry = None  # Root in the sandbox can return anything.
         if args.get("approved_plan") is not None:
             if entry is not None:
-                _plan_journal.mark_used(entry)
+                _plan_journal.mark_entry_used(entry)
         elif _check_run.is_check_run() and not args.get("predict_only") and not isinstance(self.resource_kind, Listing):
             self._add_plan_entry(entry, result, {"task": self._task.get_name(), **self._make_task_key(task_vars)})
 
@@ -256,7 +260,7 @@ class GatewayAction(ActionBase):
     def _run_in_process(self, args: dict[str, Any]) -> dict[str, Any]:
         rules = self.resource_kind.RULES
         validation = ArgumentSpecValidator(
-            argument_spec(self.resource_kind),
+            make_argument_spec(self.resource_kind),
             mutually_exclusive=rules.get("mutually_exclusive"),
             required_together=rules.get("required_together"),
             required_one_of=rules.get("required_one_of"),
@@ -265,7 +269,7 @@ class GatewayAction(ActionBase):
         ).validate(args)
         if validation.error_messages:
             return make_failure_result(Failure("; ".join(map(self._format_validation_message, validation.errors))))
-        result = run(self.resource_kind, validation.validated_parameters, check=self._task.check_mode)
+        result = run(self.resource_kind, validation.validated_parameters, check_mode=self._task.check_mode)
         if not self._task.diff:
             result.pop("diff", None)
         return result

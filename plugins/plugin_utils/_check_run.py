@@ -54,7 +54,7 @@ def record_session() -> None:
 
     The file is removed with the run's temporary directory.
     """
-    _marker_path().touch(mode=0o600)
+    _make_marker_path().touch(mode=0o600)
 
 
 def has_session() -> bool:
@@ -62,10 +62,10 @@ def has_session() -> bool:
 
     Gateways keep few sessions, so runs that do not need one must not open one.
     """
-    return is_check_run() and _marker_path().exists()
+    return is_check_run() and _make_marker_path().exists()
 
 
-def _marker_path() -> Path:
+def _make_marker_path() -> Path:
     return Path(C.DEFAULT_LOCAL_TMP) / _MARKER_NAME
 
 
@@ -84,12 +84,12 @@ def enter_session(client: Client) -> bool:
         if failure.kind == "busy":
             return False
         raise
-    record_open_session(client.session_reference())
+    record_open_session(client.make_session_reference())
     return True
 
 
 def record_open_session(session: dict[str, Any]) -> None:
-    """Record a session for ``end_sessions``. ``session``: see ``Client.session_reference``.
+    """Record a session for ``end_sessions``. ``session``: see ``Client.make_session_reference``.
 
     Does nothing if the session's id is invalid, because a managed host may have made it up.
     The file contains the API key. Like the modules that Ansible writes, only its owner can read it, and it is removed
@@ -107,21 +107,21 @@ def record_open_session(session: dict[str, Any]) -> None:
         file.write(text)
 
 
-def record_session_of_run(gateway: dict[str, Any]) -> None:
+def record_run_session(gateway: dict[str, Any]) -> None:
     """Record the session of this check run in ``gateway`` for ``end_sessions``, although no task has reported it.
 
     Opens the session if no task has done so yet. Does nothing if this host cannot reach the gateway.
-    ``gateway``: see ``Client.session_reference``, without a session.
+    ``gateway``: see ``Client.make_session_reference``, without a session.
     """
     with contextlib.suppress(Failure):
-        with _connected(gateway) as client:
+        with _gateway_connected(gateway) as client:
             client.enter_plan(make_run_name(), wait=False)
         record_open_session({**gateway, "session": client.session_path})
 
 
 @contextlib.contextmanager
-def _connected(gateway: dict[str, Any]) -> Iterator[Client]:
-    """Yield a client for a gateway; see ``record_session_of_run``. Raises Failure."""
+def _gateway_connected(gateway: dict[str, Any]) -> Iterator[Client]:
+    """Yield a client for a gateway; see ``record_run_session``. Raises Failure."""
     client = Client(
         gateway["url"], gateway["token"], gateway["ca_path"], gateway["validate_certs"], _END_TIMEOUT_SECONDS
     )
@@ -141,7 +141,7 @@ def end_sessions() -> list[str]:
             continue
         path.unlink()
         try:
-            with _connected(session) as client:
+            with _gateway_connected(session) as client:
                 client.delete(session["session"])
         except Failure as failure:
             messages.append(
@@ -161,47 +161,49 @@ def require_machine(client: Client, sandbox: str, *, check_mode: bool) -> None:
     """
     path = f"/sandboxes/{quote_segment(sandbox)}"
     # To determine whether a real sandbox has diverged, the gateway would make its guest write to its disk.
-    real = None if is_planned_id(sandbox) else client.find(path, diverged=False)
-    if real is not None and not check_mode:
+    real_sandbox = None if is_planned_id(sandbox) else client.find(path, diverged=False)
+    if real_sandbox is not None and not check_mode:
         return
-    planned = client.find(path, diverged=False) if enter_session(client) else None
-    if planned is not None:
-        _check_machine(planned, real, client.plan_opened_at)
-    elif real is None and has_session():
+    planned_sandbox = client.find(path, diverged=False) if enter_session(client) else None
+    if planned_sandbox is not None:
+        _check_machine(planned_sandbox, real_sandbox, client.plan_opened_at)
+    elif real_sandbox is None and has_session():
         raise Failure(
             f"sandbox {sandbox} not found, neither at the gateway {client.address.url} nor in a plan session of the "
             "connection's key: use the same gateway and the same key for the connection as for the tasks that plan the "
             "sandbox"
         )
-    elif real is not None and client.is_planning and real["createdAt"] <= client.plan_opened_at:
+    elif real_sandbox is not None and client.is_planning and real_sandbox["createdAt"] <= client.plan_opened_at:
         raise Failure(f"the plan removes sandbox {sandbox}, so a run could not reach it")
-    if real is not None and real["state"] == "paused" and real["lifecycle"]["autoResume"]:
-        _skip(f"sandbox {real['name'] or real['sandboxID']} is paused, and this task would resume it")
+    if real_sandbox is not None and real_sandbox["state"] == "paused" and real_sandbox["lifecycle"]["autoResume"]:
+        _skip_task(
+            f"sandbox {real_sandbox['name'] or real_sandbox['sandboxID']} is paused, and this task would resume it"
+        )
 
 
-def _check_machine(planned: dict[str, Any], real: dict[str, Any] | None, opened_at: str) -> None:
+def _check_machine(planned_sandbox: dict[str, Any], real_sandbox: dict[str, Any] | None, opened_at: str) -> None:
     """Compare a sandbox in a plan session with the real one. Raises PlannedMachineSkip or Failure."""
-    name = planned["name"] or planned["sandboxID"]
-    if planned["state"] == "paused":
-        if real is not None and real["state"] == "paused":
+    name = planned_sandbox["name"] or planned_sandbox["sandboxID"]
+    if planned_sandbox["state"] == "paused":
+        if real_sandbox is not None and real_sandbox["state"] == "paused":
             return
-        if not planned["lifecycle"]["autoResume"]:
+        if not planned_sandbox["lifecycle"]["autoResume"]:
             raise Failure(f"the plan pauses sandbox {name}, so a run could not reach it")
         reason = f"the plan pauses sandbox {name}, and this task would resume it"
-    elif is_planned_id(planned["sandboxID"]):
+    elif is_planned_id(planned_sandbox["sandboxID"]):
         reason = f"sandbox {name} exists only in the plan"
-    elif planned["startedAt"] > opened_at:
+    elif planned_sandbox["startedAt"] > opened_at:
         reason = f"the plan starts a new machine for sandbox {name}"
-    elif real is not None and _mounts_of(planned) != _mounts_of(real):
+    elif real_sandbox is not None and _get_mounts(planned_sandbox) != _get_mounts(real_sandbox):
         reason = f"the plan changes the volumes of sandbox {name}"
     else:
         return
-    _skip(reason)
+    _skip_task(reason)
 
 
-def _skip(reason: str) -> NoReturn:
+def _skip_task(reason: str) -> NoReturn:
     raise PlannedMachineSkip(wrap_var(make_printable(f"{reason}: this task is skipped in check mode")))
 
 
-def _mounts_of(sandbox: dict[str, Any]) -> list[dict[str, Any]]:
+def _get_mounts(sandbox: dict[str, Any]) -> list[dict[str, Any]]:
     return sorted(sandbox["volumeMounts"], key=lambda mount: str(mount["path"]))

@@ -13,8 +13,8 @@ from typing import Any
 
 from ansible_collections.grove.sandbox.plugins.module_utils._client import Client
 from ansible_collections.grove.sandbox.plugins.module_utils._failure import Failure
-from ansible_collections.grove.sandbox.plugins.module_utils._plan import hide_unknown
-from ansible_collections.grove.sandbox.plugins.module_utils._shapes import sandbox_shape
+from ansible_collections.grove.sandbox.plugins.module_utils._plan import hide_unknown_values
+from ansible_collections.grove.sandbox.plugins.module_utils._shapes import make_sandbox_shape
 from ansible_collections.grove.sandbox.plugins.plugin_utils._gateways import Gateway
 
 GATEWAY_KEYS = ("name", "url", "token", "token_file", "ca_path", "validate_certs", "timeout")
@@ -36,12 +36,12 @@ def observe(client: Client) -> list[dict[str, Any]]:
     names_by_id.update({each["snapshotID"]: (each.get("names") or [""])[0] for each in client.list_all("/snapshots")})
     sandboxes = []
     for detail in client.list_all("/sandboxes"):
-        shape = sandbox_shape(detail)
+        shape = make_sandbox_shape(detail)
         if not _NAME.fullmatch(str(shape["id"])):
             raise Failure(f"{shape['id']!r} is not the id of a sandbox: check that {client.address.url} is a gateway")
         shape["template"] = detail.get("alias") or names_by_id.get(shape["template_id"]) or shape["template_id"]
         shape["head"] = names_by_id.get(shape["snapshot_id"]) or shape["snapshot_id"]
-        sandboxes.append(hide_unknown(shape, client.plan_opened_at) if client.is_planning else shape)
+        sandboxes.append(hide_unknown_values(shape, client.plan_opened_at) if client.is_planning else shape)
     return sandboxes
 
 
@@ -69,7 +69,7 @@ def matches_filters(sandbox: Mapping[str, Any], filters: Mapping[str, Any]) -> b
     )
 
 
-def host_name(sandbox: Mapping[str, Any], hostname: str, gateway: str, group_names: Container[str] = ()) -> str:
+def make_host_name(sandbox: Mapping[str, Any], hostname: str, gateway: str, group_names: Container[str] = ()) -> str:
     """Return the name of the sandbox's host.
 
     Returns the sandbox's id if the name has another meaning in Ansible or is one of ``group_names``.
@@ -81,7 +81,7 @@ def host_name(sandbox: Mapping[str, Any], hostname: str, gateway: str, group_nam
     return sandbox["id"] if host in group_names else host
 
 
-def groups_of(sandbox: Mapping[str, Any], gateway: str, group_by: list[str]) -> list[str]:
+def list_groups(sandbox: Mapping[str, Any], gateway: str, group_by: list[str]) -> list[str]:
     """Return the names of the sandbox's groups, before they are sanitized."""
     groups = [f"{key}_{sandbox[key]}" for key in ("template", "head", "state") if key in group_by and sandbox[key]]
     if "metadata" in group_by:
@@ -93,7 +93,7 @@ def groups_of(sandbox: Mapping[str, Any], gateway: str, group_by: list[str]) -> 
     return groups
 
 
-def variables_of(sandbox: Mapping[str, Any], gateway: Gateway, interpreter: str) -> dict[str, Any]:
+def make_host_variables(sandbox: Mapping[str, Any], gateway: Gateway, interpreter: str) -> dict[str, Any]:
     """Return the variables of the sandbox's host, which contain no API key."""
     variables: dict[str, Any] = {
         "ansible_connection": "grove.sandbox.sandbox",

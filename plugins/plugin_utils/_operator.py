@@ -165,7 +165,7 @@ class OperatorTask:
     def _make_operator_variables(self) -> OperatorVariables:
         if self._variables is None:
             variables = OperatorVariables(self._hostvars, find_task_host(), self._task)
-            includes = [each for each in _iterate_ancestors(self._task) if _loop_of(each) is not None]
+            includes = [each for each in _iterate_ancestors(self._task) if _get_loop(each) is not None]
             variables.remove({name for each in includes for name in _find_loop_variable_names(each)})
             # Ansible stores the evaluated loop item of an include as a variable of the included tasks.
             for each in reversed(includes):
@@ -178,7 +178,7 @@ class OperatorTask:
 
     def _list_loop_variables(self, task: Any, variables: OperatorVariables) -> list[dict[str, Any]]:
         """Return the loop variables of each item, or one empty dict for a task without a loop."""
-        loop = _loop_of(task)
+        loop = _get_loop(task)
         if loop is None:
             return [{}]
         try:
@@ -193,7 +193,7 @@ class OperatorTask:
         return [{name: item, **({index: number} if index else {})} for number, item in enumerate(items)]
 
 
-def _loop_of(task: Any) -> Any:
+def _get_loop(task: Any) -> Any:
     return getattr(task, "loop", None)
 
 

@@ -10,7 +10,7 @@ from collections.abc import Iterable
 from typing import Any
 
 
-def mark_dependent(entries: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
+def mark_dependent_entries(entries: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
     """Return the entries in the form of a plan file, with a note in ``unknown`` about what each depends on.
 
     ``entries``: the entries of a run in their order, as the modules return them: they also have the keys

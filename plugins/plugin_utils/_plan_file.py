@@ -76,10 +76,10 @@ def make_document(
         "gateways": gateways,
         "entries": plan_entries,
     }
-    return {**document, "digest": digest(document)}
+    return {**document, "digest": compute_digest(document)}
 
 
-def digest(document: Mapping[str, Any]) -> str:
+def compute_digest(document: Mapping[str, Any]) -> str:
     """Return the SHA-256 of all keys except ``digest``, as 64 hexadecimal digits."""
     text = _serialize({key: value for key, value in document.items() if key != "digest"})
     return hashlib.sha256(text.encode("ascii")).hexdigest()
@@ -102,8 +102,8 @@ def save(path: str, document: Mapping[str, Any]) -> None:
         _replace_file(Path(path), data)
     except (OSError, ValueError) as error:
         raise Failure(
-            f"the plan cannot be saved in {path!r}: {_reason(error)}. Set plan_file to a file in a directory that "
-            "exists and that you can write to"
+            f"the plan cannot be saved in {path!r}: {_describe_error(error)}. Set plan_file to a file in a directory "
+            "that exists and that you can write to"
         ) from None
 
 
@@ -136,12 +136,12 @@ def load(path: str) -> dict[str, Any]:
 
 def _find_version(path: str) -> _Version | None:
     try:
-        return _version_of(Path(path).stat())
+        return _make_version(Path(path).stat())
     except (OSError, ValueError):
         return None
 
 
-def _version_of(status: os.stat_result) -> _Version:
+def _make_version(status: os.stat_result) -> _Version:
     # A program that writes the file in place can restore the time of the last modification, but not st_ctime.
     return status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns
 
@@ -195,17 +195,17 @@ def _read_file(path: str) -> tuple[_Version, bytes]:
         ) from None
     except (OSError, ValueError) as error:
         raise Failure(
-            f"the plan {path!r} cannot be read: {_reason(error)}. Name the file that the check run saved, and run as "
-            "a user who can read it"
+            f"the plan {path!r} cannot be read: {_describe_error(error)}. Name the file that the check run saved, and "
+            "run as a user who can read it"
         ) from None
     if len(data) > _MAX_FILE_BYTES:
         raise Failure(
             f"the plan {path!r} is longer than {_MAX_FILE_BYTES} bytes, so it is not a plan. {_NEW_PLAN_HINT}"
         )
-    return _version_of(status), data
+    return _make_version(status), data
 
 
-def _reason(error: Exception) -> str:
+def _describe_error(error: Exception) -> str:
     return getattr(error, "strerror", None) or str(error)
 
 
@@ -222,13 +222,13 @@ def _is_unedited(document: dict[str, Any], data: bytes | None) -> bool:
         text = _serialize(document)
     except ValueError:  # A number such as 1e999 is read as infinity.
         return False
-    return data in (None, f"{text}\n".encode("ascii")) and document.get("digest") == digest(document)
+    return data in (None, f"{text}\n".encode("ascii")) and document.get("digest") == compute_digest(document)
 
 
 def _check_format(path: str, document: dict[str, Any]) -> None:
     number = document.get("format")
     if not isinstance(number, int) or isinstance(number, bool) or number < 1:
-        raise _wrong_value("format", "a positive integer", number)
+        raise _create_wrong_value_error("format", "a positive integer", number)
     if number != FORMAT:
         raise Failure(
             f"the plan {path!r} has format {number}, but this release reads only format {FORMAT}. Use "
@@ -243,7 +243,7 @@ class _InvalidValue(Exception):
     """A value that the format does not allow. The message names its place in the plan."""
 
 
-def _wrong_value(place: str, expected: str, value: Any) -> _InvalidValue:
+def _create_wrong_value_error(place: str, expected: str, value: Any) -> _InvalidValue:
     shown_value = repr(value)
     if len(shown_value) > 80:
         shown_value = shown_value[:80] + "..."
@@ -268,29 +268,29 @@ def _check_nesting(document: Any) -> None:
 
 def _check_text(value: Any, place: str) -> None:
     if not isinstance(value, str):
-        raise _wrong_value(place, "a string", value)
+        raise _create_wrong_value_error(place, "a string", value)
 
 
 def _check_name(value: Any, place: str) -> None:
     if not isinstance(value, str) or not value:
-        raise _wrong_value(place, "a string that is not empty", value)
+        raise _create_wrong_value_error(place, "a string that is not empty", value)
 
 
 def _check_base_name(value: Any, place: str) -> None:
     if not isinstance(value, str) or not value or "/" in value:
-        raise _wrong_value(place, "a file name without a directory", value)
+        raise _create_wrong_value_error(place, "a file name without a directory", value)
 
 
 def _check_object(value: Any, place: str) -> None:
     if not isinstance(value, dict):
-        raise _wrong_value(place, "an object", value)
+        raise _create_wrong_value_error(place, "an object", value)
 
 
 def _check_time(value: Any, place: str) -> None:
     try:
         _parse_time(value)
     except ValueError:
-        raise _wrong_value(place, "a time such as 2026-11-24T17:40:00Z", value) from None
+        raise _create_wrong_value_error(place, "a time such as 2026-11-24T17:40:00Z", value) from None
 
 
 def _parse_time(value: Any) -> datetime:
@@ -307,31 +307,31 @@ def _is_number(value: Any, minimum: float) -> bool:
 
 def _check_signed_number(value: Any, place: str) -> None:
     if not _is_number(value, -_MAX_NUMBER):
-        raise _wrong_value(place, f"a number whose absolute value is less than {_MAX_NUMBER}", value)
+        raise _create_wrong_value_error(place, f"a number whose absolute value is less than {_MAX_NUMBER}", value)
 
 
 def _check_duration(value: Any, place: str) -> None:
     if not _is_number(value, 0):
-        raise _wrong_value(place, f"a number from 0 to less than {_MAX_NUMBER}", value)
+        raise _create_wrong_value_error(place, f"a number from 0 to less than {_MAX_NUMBER}", value)
 
 
-def _matches(pattern: re.Pattern[str], expected: str) -> _Check:
+def _make_pattern_check(pattern: re.Pattern[str], expected: str) -> _Check:
     def check(value: Any, place: str) -> None:
         if not isinstance(value, str) or not pattern.fullmatch(value):
-            raise _wrong_value(place, expected, value)
+            raise _create_wrong_value_error(place, expected, value)
 
     return check
 
 
-def _is_one_of(values: tuple[Any, ...]) -> _Check:
+def _make_choice_check(values: tuple[Any, ...]) -> _Check:
     def check(value: Any, place: str) -> None:
         if isinstance(value, bool) or value not in values:
-            raise _wrong_value(place, " or ".join(map(repr, values)), value)
+            raise _create_wrong_value_error(place, " or ".join(map(repr, values)), value)
 
     return check
 
 
-def _is_null_or(check_value: _Check) -> _Check:
+def _make_nullable_check(check_value: _Check) -> _Check:
     def check(value: Any, place: str) -> None:
         if value is not None:
             check_value(value, place)
@@ -339,17 +339,17 @@ def _is_null_or(check_value: _Check) -> _Check:
     return check
 
 
-def _is_list_of(check_item: _Check) -> _Check:
+def _make_list_check(check_item: _Check) -> _Check:
     def check(value: Any, place: str) -> None:
         if not isinstance(value, list):
-            raise _wrong_value(place, "a list", value)
+            raise _create_wrong_value_error(place, "a list", value)
         for number, item in enumerate(value):
             check_item(item, f"{place}[{number}]")
 
     return check
 
 
-def _is_mapping(check_key: _Check, check_item: _Check) -> _Check:
+def _make_mapping_check(check_key: _Check, check_item: _Check) -> _Check:
     def check(value: Any, place: str) -> None:
         _check_object(value, place)
         for key, item in value.items():
@@ -359,7 +359,7 @@ def _is_mapping(check_key: _Check, check_item: _Check) -> _Check:
     return check
 
 
-def _has_fields(fields: Mapping[str, _Check], *, optional: bool = False) -> _Check:
+def _make_object_check(fields: Mapping[str, _Check], *, optional: bool = False) -> _Check:
     """Return a check for objects with exactly these keys, or, if they are optional, with some of them."""
 
     def check(value: Any, place: str) -> None:
@@ -378,62 +378,66 @@ def _has_fields(fields: Mapping[str, _Check], *, optional: bool = False) -> _Che
 
 
 def _check_change(value: Any, place: str) -> None:
-    _has_change_fields(value, place)
+    _check_change_fields(value, place)
     if value["before"] is None and value["after"] is None:
-        raise _wrong_value(f"{place}.after", "an object if before is null", None)
+        raise _create_wrong_value_error(f"{place}.after", "an object if before is null", None)
 
 
-_has_change_fields = _has_fields(
+_check_change_fields = _make_object_check(
     {
-        "kind": _is_one_of(KINDS),
+        "kind": _make_choice_check(KINDS),
         "name": _check_name,
-        "before": _is_null_or(_check_object),
-        "after": _is_null_or(_check_object),
+        "before": _make_nullable_check(_check_object),
+        "after": _make_nullable_check(_check_object),
     }
 )
-_has_action_fields = _has_fields(
+_check_action_fields = _make_object_check(
     {
-        "verb": _matches(_VERB_PATTERN, "a verb in lower case"),
-        "changes": _is_list_of(_check_change),
+        "verb": _make_pattern_check(_VERB_PATTERN, "a verb in lower case"),
+        "changes": _make_list_check(_check_change),
         "request": _check_object,
     }
 )
-_is_gateway_id = _matches(_GATEWAY_ID_PATTERN, "16 hexadecimal digits")
-_has_entry_fields = _has_fields(
+_check_gateway_id = _make_pattern_check(_GATEWAY_ID_PATTERN, "16 hexadecimal digits")
+_check_entry_fields = _make_object_check(
     {
         "host": _check_name,
         "task": _check_text,
         "path": _check_text,
-        "gateway": _is_gateway_id,
-        "actions": _is_list_of(_has_action_fields),
-        "reads": _is_mapping(_check_name, _check_text),
-        "created": _is_mapping(_check_name, _matches(_PLANNED_ID_PATTERN, f"{PLANNED_ID_PREFIX} and 4 digits")),
-        "costs": _has_fields(
+        "gateway": _check_gateway_id,
+        "actions": _make_list_check(_check_action_fields),
+        "reads": _make_mapping_check(_check_name, _check_text),
+        "created": _make_mapping_check(
+            _check_name, _make_pattern_check(_PLANNED_ID_PATTERN, f"{PLANNED_ID_PREFIX} and 4 digits")
+        ),
+        "costs": _make_object_check(
             {"memory_mb": _check_signed_number, "disk_bytes": _check_signed_number, "pause_ms": _check_duration},
             optional=True,
         ),
-        "unknown": _is_list_of(_check_name),
-        "failure": _is_null_or(_check_text),
+        "unknown": _make_list_check(_check_name),
+        "failure": _make_nullable_check(_check_text),
     }
 )
-_has_document_fields = _has_fields(
+_check_document_fields = _make_object_check(
     {
-        "format": _is_one_of((FORMAT,)),
+        "format": _make_choice_check((FORMAT,)),
         "created_at": _check_time,
         "expires_at": _check_time,
-        "problems": _is_list_of(_check_name),
-        "playbooks": _is_list_of(_check_base_name),
-        "gateways": _is_mapping(_is_gateway_id, _check_name),
-        "entries": _is_list_of(_has_entry_fields),
-        "digest": _matches(_DIGEST_PATTERN, "64 hexadecimal digits"),
+        "problems": _make_list_check(_check_name),
+        "playbooks": _make_list_check(_check_base_name),
+        "gateways": _make_mapping_check(_check_gateway_id, _check_name),
+        "entries": _make_list_check(_check_entry_fields),
+        "digest": _make_pattern_check(_DIGEST_PATTERN, "64 hexadecimal digits"),
     }
 )
 
 
 def _check_document(document: Any, place: str) -> None:
-    _has_document_fields(document, place)
+    _check_document_fields(document, place)
     for number, entry in enumerate(document["entries"]):
         if entry["gateway"] not in document["gateways"]:
-            raise _wrong_value(f"entries[{number}].gateway", "one of the keys in gateways", entry["gateway"])
+            raise _create_wrong_value_error(
+                f"entries[{number}].gateway", "one of the keys in gateways", entry["gateway"]
+            )
     if document["expires_at"] <= document["created_at"]:
-        raise _wrong_value("expires_at", "after created_at", document["expires_at"])
+        raise _create_wrong_value_error("expires_at", "after created_at", document["expires_at"])

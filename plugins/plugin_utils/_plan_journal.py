@@ -29,14 +29,14 @@ from ansible.plugins.loader import callback_loader
 from ansible.utils.collection_loader._collection_finder import _get_collection_playbook_path
 from ansible.utils.vars import load_extra_vars
 from ansible_collections.grove.sandbox.plugins.module_utils._approval import (
-    approved_option,
-    new_state,
+    make_approved_option,
+    make_initial_state,
     shares_objects,
     update_state,
 )
 from ansible_collections.grove.sandbox.plugins.module_utils._failure import Failure
 from ansible_collections.grove.sandbox.plugins.plugin_utils import _plan_file
-from ansible_collections.grove.sandbox.plugins.plugin_utils._plan_conditions import mark_dependent
+from ansible_collections.grove.sandbox.plugins.plugin_utils._plan_conditions import mark_dependent_entries
 
 CALLBACK_NAME = "grove.sandbox.plan"
 EXTRA_VARIABLE = "grove_sandbox_plan"
@@ -66,7 +66,7 @@ def load_applied_plan() -> dict[str, Any] | None:
             f"the plan is incomplete ({'; '.join(plan['problems'])}), so it cannot be applied: fix these "
             "problems, then make a new plan with a check run"
         )
-    # A plan that expires during the run is applied to its end: a part of its changes would be worse than all of them.
+    # A plan that expires during the run is applied completely: making some of its changes would be worse than all.
     if not _has_begun():
         _plan_file.check_expiry(plan, path)
     return plan
@@ -123,7 +123,7 @@ def make_plan(playbooks: Iterable[str], variables: Mapping[str, Any], lifetime_s
     """
     run_entries = read_entries()
     return _plan_file.make_document(
-        mark_dependent(entry for entry in run_entries if "problem" not in entry),
+        mark_dependent_entries(entry for entry in run_entries if "problem" not in entry),
         playbooks=playbooks,
         problems=[*_find_failures(variables), *(entry["problem"] for entry in run_entries if "problem" in entry)],
         created_at=datetime.now(timezone.utc),
@@ -174,7 +174,7 @@ def list_playbook_paths() -> list[str]:
 
 
 @contextlib.contextmanager
-def approved(plan: dict[str, Any], task_key: dict[str, str]) -> Iterator[dict[str, Any]]:
+def task_approved(plan: dict[str, Any], task_key: dict[str, str]) -> Iterator[dict[str, Any]]:
     """Yield the part of a plan that concerns a task, as the option ``approved_plan``.
 
     If several hosts declare the same objects in the task, the other hosts wait until this context ends, because they
@@ -189,18 +189,18 @@ def approved(plan: dict[str, Any], task_key: dict[str, str]) -> Iterator[dict[st
             _require_same_plan(state, plan)
             if "digest" not in state:
                 _write(_APPLIED_NAME, {**state, "digest": plan["digest"]})
-            option = approved_option(plan["entries"], task_key, state)
+            option = make_approved_option(plan["entries"], task_key, state)
         yield option
 
 
-def mark_used(used: dict[str, Any]) -> None:
-    """Record that a task has used an entry. ``used``: the value of ``_run.PLAN_KEY`` in the task's result."""
+def mark_entry_used(usage: dict[str, Any]) -> None:
+    """Record that a task has used an entry. ``usage``: the value of ``_run.PLAN_KEY`` in the task's result."""
     with _locked_state() as state:
-        update_state(state, used)
+        update_state(state, usage)
         _write(_APPLIED_NAME, state)
 
 
-def list_omitted(plan: dict[str, Any]) -> list[tuple[dict[str, Any], list[str]]]:
+def list_omitted_entries(plan: dict[str, Any]) -> list[tuple[dict[str, Any], list[str]]]:
     """Return the entries with changes that this run has not made, and the names of the objects of these changes.
 
     Raises Failure if the run has used another plan.
@@ -226,10 +226,10 @@ def _require_same_plan(state: dict[str, Any], plan: dict[str, Any]) -> None:
 
 @contextlib.contextmanager
 def _locked_state() -> Iterator[dict[str, Any]]:
-    """Lock and yield the state of this run, such as the entries that it has used; see ``new_state``."""
+    """Lock and yield the state of this run, such as the entries that it has used; see ``make_initial_state``."""
     path = make_journal_path() / _APPLIED_NAME
     with _locked("lock"):
-        yield _read(path) if path.exists() else new_state()
+        yield _read(path) if path.exists() else make_initial_state()
 
 
 @contextlib.contextmanager

@@ -41,7 +41,7 @@ class _Row:
     path: str
     costs: str
 
-    def name(self, width: int | None = None) -> str:
+    def format_name(self, width: int | None = None) -> str:
         """Return the name, or the first and last name of siblings, in at most ``width`` columns."""
         if len(self.names) == 1:
             return self.names[0] if width is None else _shorten(self.names[0], width)
@@ -52,7 +52,7 @@ class _Row:
         return f"{first} … {last}{count}"
 
 
-def sign_of(verb: str, change: Mapping[str, Any]) -> str:
+def get_sign(verb: str, change: Mapping[str, Any]) -> str:
     """Return the sign of a change: created, changed, removed or rolled back."""
     if change["before"] is None:
         return CREATED
@@ -79,7 +79,7 @@ def render(document: Mapping[str, Any], width: int, color: bool) -> str:
         lines += textwrap.wrap(f"Plan: {_describe_totals(document['entries'])}.", width, subsequent_indent="  ")
     else:
         lines.append("The plan changes nothing.")
-    lines += _render_unknown(document["entries"], width, color)
+    lines += _render_unknown_values(document["entries"], width, color)
     lines += _render_failures(document["entries"], width, color)
     return "\n".join(lines)
 
@@ -92,7 +92,7 @@ def _render_gateway(url: str, entries: list[Mapping[str, Any]], width: int, colo
     room = width - len(_INDENT) - 2
     costs_width = max(len(row.costs) for row in rows)
     name_room = min(room * 2 // 5, room - costs_width - _MIN_PLACE_WIDTH - 4)
-    name_width = min(max(_measure_width(row.name()) for row in rows), max(name_room, _MIN_NAME_WIDTH))
+    name_width = min(max(_measure_width(row.format_name()) for row in rows), max(name_room, _MIN_NAME_WIDTH))
     place_column_width = room - name_width - 2
     natural_place_width = max(_measure_width(_format_place(row.task, row.path)) for row in rows)
     place_width = min(natural_place_width, place_column_width - costs_width - 2)
@@ -121,7 +121,7 @@ def _group_changes(entry: Mapping[str, Any], kind: str) -> Iterator[tuple[str, t
     """Yield the sign and the names of each row for the changes to resources of this kind."""
     for action in entry["actions"]:
         changes = [change for change in action["changes"] if change["kind"] == kind]
-        signed_names = [(sign_of(action["verb"], change), _to_one_line(change["name"])) for change in changes]
+        signed_names = [(get_sign(action["verb"], change), _to_one_line(change["name"])) for change in changes]
         for sign, group in itertools.groupby(signed_names, key=lambda pair: pair[0]):
             names = tuple(name for _sign, name in group)
             if len(names) > _MAX_SHOWN_SIBLINGS:
@@ -132,7 +132,7 @@ def _group_changes(entry: Mapping[str, Any], kind: str) -> Iterator[tuple[str, t
 
 def _render_row(row: _Row, name_width: int, place_width: int, place_column_width: int, color: bool) -> str:
     """Return a line. The costs begin after ``place_width`` columns, or later if a longer place leaves enough room."""
-    name = row.name(name_width)
+    name = row.format_name(name_width)
     signed_name = _colorize(f"{row.sign} {name}", _load_colors()[row.sign], color)
     room = max(place_column_width - len(row.costs) - 2, _MIN_PLACE_WIDTH) if row.costs else place_column_width
     place = _format_place(row.task, row.path, room)
@@ -140,7 +140,7 @@ def _render_row(row: _Row, name_width: int, place_width: int, place_column_width
     return f"{_INDENT}{signed_name}{' ' * (name_width - _measure_width(name))}  {place}{padding}  {row.costs}".rstrip()
 
 
-def _render_unknown(entries: Iterable[Mapping[str, Any]], width: int, color: bool) -> list[str]:
+def _render_unknown_values(entries: Iterable[Mapping[str, Any]], width: int, color: bool) -> list[str]:
     unknown = {
         (_to_one_line(phrase), _to_one_line(entry["task"]), _to_one_line(entry["path"])): None
         for entry in entries
@@ -173,7 +173,7 @@ def _render_failures(entries: Iterable[Mapping[str, Any]], width: int, color: bo
 
 def _describe_totals(entries: list[Mapping[str, Any]]) -> str:
     actions = [action for entry in entries for action in entry["actions"]]
-    counts = Counter(sign_of(action["verb"], change) for action in actions for change in action["changes"])
+    counts = Counter(get_sign(action["verb"], change) for action in actions for change in action["changes"])
     text = ", ".join(f"{counts[sign]} {phrase}" for sign, phrase in _TOTAL_PHRASES.items() if counts[sign])
     memory_bytes = sum(entry["costs"].get("memory_mb", 0) for entry in entries) * (1 << 20)
     disk_bytes = sum(entry["costs"].get("disk_bytes", 0) for entry in entries)

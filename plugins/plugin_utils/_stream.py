@@ -20,11 +20,11 @@ from collections.abc import Iterator
 from typing import Any, BinaryIO
 from urllib.parse import urlencode
 
-from ansible_collections.grove.sandbox.plugins.module_utils._client import Client, read_at_most
+from ansible_collections.grove.sandbox.plugins.module_utils._client import Client, read_limited_response
 from ansible_collections.grove.sandbox.plugins.module_utils._failure import Failure
 
 AGENT_PORT = 49983
-INSIDE_KIND = "inside"
+AGENT_FAILURE_KIND = "inside"
 """The ``kind`` of a Failure that the agent reports: the sandbox is reachable, but refuses the request."""
 MAX_IDLE_SECONDS = 30
 """Seconds after which an idle connection is no longer reused, because the gateway may be closing it."""
@@ -48,7 +48,8 @@ class Channel(Client):
 
     ``may_resume``: whether a request resumes the sandbox if it is paused and was created with autoResume.
     ``timeout`` is the time limit in seconds without data or a heartbeat. Methods raise Failure: with the kind
-    INSIDE_KIND if the agent refuses the request, or with another kind if the sandbox or the gateway is unreachable.
+    AGENT_FAILURE_KIND if the agent refuses the request, or with another kind if the sandbox or the gateway is
+    unreachable.
     """
 
     def __init__(
@@ -77,7 +78,7 @@ class Channel(Client):
         """Start a process. Without ``stdin``, its standard input is /dev/null.
 
         ``input_data`` is the complete input, which is sent with the request. If the process then has
-        ``input_accepted`` set to False, call ``feed``.
+        ``is_input_accepted`` set to False, call ``feed``.
         """
         request: dict[str, Any] = {"process": {"cmd": argv[0], "args": argv[1:]}, "stdin": stdin}
         if input_data and len(input_data) <= _MAX_INLINE_INPUT_BYTES:
@@ -105,7 +106,7 @@ class Channel(Client):
                     raise Failure(
                         f"the file shrank below {size} bytes while it was being sent: do not change it during "
                         "the transfer",
-                        INSIDE_KIND,
+                        AGENT_FAILURE_KIND,
                     )
             except OSError as error:
                 # A server that refuses the body may stop reading it, but it has sent a response.
@@ -113,13 +114,13 @@ class Channel(Client):
             try:
                 response = connection.getresponse()
             except (http.client.HTTPException, OSError) as error:
-                raise self.connection_lost_error("POST /files", upload_error or error) from None
+                raise self.create_connection_lost_error("POST /files", upload_error or error) from None
         except Failure:
             connection.close()
             raise
         except OSError as error:
             connection.close()
-            raise self.connection_lost_error("POST /files", error) from None
+            raise self.create_connection_lost_error("POST /files", error) from None
         self._read_to_end("POST /files", connection, self._check_status("POST /files", connection, response))
 
     def download_file(self, path: str, out: BinaryIO) -> None:
@@ -137,7 +138,7 @@ class Channel(Client):
                 )
         except (http.client.HTTPException, ConnectionError, socket.timeout) as error:
             connection.close()
-            raise self.connection_lost_error("GET /files", error) from None
+            raise self.create_connection_lost_error("GET /files", error) from None
         except BaseException:
             connection.close()
             raise
@@ -164,7 +165,7 @@ class Channel(Client):
             response = connection.getresponse()
         except (http.client.HTTPException, OSError) as error:
             connection.close()
-            raise self.connection_lost_error(request, error) from None
+            raise self.create_connection_lost_error(request, error) from None
         return connection, self._check_status(request, connection, response)
 
     def acquire_connection(self) -> http.client.HTTPConnection:
@@ -182,7 +183,7 @@ class Channel(Client):
             connection.connect()
         except OSError as error:
             connection.close()
-            raise self._unreachable_error("a connection", error) from None
+            raise self._create_unreachable_error("a connection", error) from None
         self._has_connected = True
         connection.sock.settimeout(self.timeout)
         if not self.address.socket:
@@ -196,7 +197,7 @@ class Channel(Client):
         else:
             self._idle_connections.append((time.monotonic(), connection))
 
-    def connection_lost_error(self, request: str, error: Exception) -> Failure:
+    def create_connection_lost_error(self, request: str, error: Exception) -> Failure:
         if isinstance(error, socket.timeout):
             return Failure(
                 f"sandbox {self.sandbox} sent neither data nor a heartbeat for {self.timeout:g} s ({request})",
@@ -208,7 +209,7 @@ class Channel(Client):
                 f"rolled back or removed, or the gateway at {self.address.url} stopped",
                 "unreachable",
             )
-        return self._unreachable_error(request, error)
+        return self._create_unreachable_error(request, error)
 
     def _check_status(
         self, request: str, connection: http.client.HTTPConnection, response: http.client.HTTPResponse
@@ -218,12 +219,12 @@ class Channel(Client):
         try:
             data = self._decode(request, response.status, self._read_short_response(request, response))
         except (http.client.HTTPException, OSError) as error:
-            raise self.connection_lost_error(request, error) from None
+            raise self.create_connection_lost_error(request, error) from None
         finally:
             connection.close()
         # Only errors of the gateway have a kind; the agent's do not.
         if isinstance(data, dict) and "message" in data and "kind" not in data:
-            raise Failure(str(data["message"]), INSIDE_KIND, status=response.status)
+            raise Failure(str(data["message"]), AGENT_FAILURE_KIND, status=response.status)
         raise self._make_response_failure(request, response.status, data)
 
     def _read_to_end(
@@ -236,17 +237,19 @@ class Channel(Client):
             raise
         except (http.client.HTTPException, OSError) as error:
             connection.close()
-            raise self.connection_lost_error(request, error) from None
+            raise self.create_connection_lost_error(request, error) from None
         self.release(connection, response)
 
     def _read_short_response(self, request: str, response: http.client.HTTPResponse) -> bytes:
         """Return the rest of a short response. Raises Failure if it is too long."""
-        data = read_at_most(_MAX_RESPONSE_BYTES, response)
+        data = read_limited_response(_MAX_RESPONSE_BYTES, response)
         if data is None:
-            raise self.invalid_response_error(f"its response to {request} is longer than {_MAX_RESPONSE_BYTES} bytes")
+            raise self.create_invalid_response_error(
+                f"its response to {request} is longer than {_MAX_RESPONSE_BYTES} bytes"
+            )
         return data
 
-    def invalid_response_error(self, reason: str) -> Failure:
+    def create_invalid_response_error(self, reason: str) -> Failure:
         return Failure(
             f"the agent of sandbox {self.sandbox} sent an invalid response ({reason}): a program in the sandbox "
             "may have replaced it. Roll the sandbox back, or replace the sandbox",
@@ -255,14 +258,14 @@ class Channel(Client):
 
 
 class Process:
-    """A process in the sandbox. ``exit_code`` is set when the iterator ``output`` is exhausted."""
+    """A process in the sandbox. ``exit_code`` is set when the iterator ``read_output`` is exhausted."""
 
     def __init__(
         self, channel: Channel, connection: http.client.HTTPConnection, response: http.client.HTTPResponse
     ) -> None:
         self.exit_code: int | None = None
         self.pid = 0
-        self.input_accepted = False
+        self.is_input_accepted = False
         """Whether the agent accepted the input that was sent with the request."""
         self._channel = channel
         self._connection = connection
@@ -270,7 +273,7 @@ class Process:
         self._feeder: threading.Thread | None = None
         self._feeder_failure: Failure | None = None
 
-    def output(self) -> Iterator[tuple[str, bytes]]:
+    def read_output(self) -> Iterator[tuple[str, bytes]]:
         """Yield ``("stdout"|"stderr", data)`` as it arrives, and ``("", b"")`` for a heartbeat.
 
         The first item is a heartbeat, which means that the process has started.
@@ -284,9 +287,9 @@ class Process:
                 if "start" in event:
                     start_event = _get_field(event, "start", dict)
                     self.pid = _get_field(start_event, "pid", int)
-                    self.input_accepted = bool(start_event.get("input"))
+                    self.is_input_accepted = bool(start_event.get("input"))
                 if "end" in event:
-                    self.exit_code = _exit_code(_get_field(event, "end", dict))
+                    self.exit_code = _parse_exit_code(_get_field(event, "end", dict))
                     continue
                 data = _get_field(event, "data", dict)
                 for kind in ("stdout", "stderr"):
@@ -295,9 +298,9 @@ class Process:
                 if not data:
                     yield "", b""
         except _InvalidResponse as error:
-            raise self._channel.invalid_response_error(str(error)) from None
+            raise self._channel.create_invalid_response_error(str(error)) from None
         except (http.client.HTTPException, OSError) as error:
-            raise self._channel.connection_lost_error("its output", error) from None
+            raise self._channel.create_connection_lost_error("its output", error) from None
         finally:
             self._join_feeder()
             if self._connection.sock is not None and not self._response.isclosed():
@@ -324,12 +327,12 @@ class Process:
         self._channel.release(self._connection, self._response)
         error = _get_field(end_message, "error", dict)
         if error:
-            raise Failure(_get_field(error, "message", str) or "the agent reported no reason", INSIDE_KIND)
+            raise Failure(_get_field(error, "message", str) or "the agent reported no reason", AGENT_FAILURE_KIND)
         if self.exit_code is None:
             raise Failure(
                 f"the agent of sandbox {self._channel.sandbox} did not report the exit code of the command: "
                 "run the task again",
-                INSIDE_KIND,
+                AGENT_FAILURE_KIND,
             )
         if self._feeder_failure is not None:
             raise self._feeder_failure
@@ -360,7 +363,7 @@ class Process:
             self.close_stdin()
         except Failure as failure:
             # The process has exited or closed its input. Its exit code shows whether this is an error.
-            if failure.kind == INSIDE_KIND and failure.status != _GATEWAY_TIMEOUT_STATUS:
+            if failure.kind == AGENT_FAILURE_KIND and failure.status != _GATEWAY_TIMEOUT_STATUS:
                 return
             # The process would wait forever for the rest of its input.
             self._feeder_failure = failure
@@ -420,7 +423,7 @@ def _decode_base64(text: str) -> bytes:
         raise _InvalidResponse("its output is not base64") from None
 
 
-def _exit_code(end: dict[str, Any]) -> int:
+def _parse_exit_code(end: dict[str, Any]) -> int:
     """Return the exit code as a shell reports it, which is 128 + n if signal n killed the process."""
     if end.get("exited", True):
         return _get_field(end, "exitCode", int)  # type: ignore[no-any-return]

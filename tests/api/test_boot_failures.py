@@ -92,7 +92,7 @@ def test_module_errors_contain_the_console(
 ) -> None:
     broken_host.failed_boot_console = CONSOLE
     defaults = {name: option.get("default") for name, option in kind.ARGUMENTS.items()}
-    result = run(kind, {**defaults, **options}, check=False, client=Client(memory_gateway.unix_url))
+    result = run(kind, {**defaults, **options}, check_mode=False, client=Client(memory_gateway.unix_url))
     assert result["failed"] and not result["changed"] and result["failure"]["kind"] == "backend_failed"
     assert "did not start" in result["msg"] and all(f"\n  {line}" in result["msg"] for line in CONSOLE_LINES), result[
         "msg"

@@ -15,7 +15,7 @@ import httpx
 import pytest
 
 from sandbox_gateway.api.access import signed_urls
-from sandbox_gateway.engine.image_steps import archive_path
+from sandbox_gateway.engine.image_steps import build_archive_path
 from sandbox_gateway.hosts.base import Room
 from tests.api.memory_gateway import ADMIN_KEY, EXEC_KEY, READ_KEY, MemoryGateway
 from tests.support.waiting import wait_until
@@ -83,7 +83,7 @@ def test_a_build_gets_the_uploaded_files(
         "the build has not marked the archive as used"
     )
     api.post("/sandboxes", json={"templateID": "copied", "name": "copy"}).raise_for_status()
-    result = api.post("/sandboxes/copy/exec", json={"args": ["read", archive_path(DIGEST)]}).json()
+    result = api.post("/sandboxes/copy/exec", json={"args": ["read", build_archive_path(DIGEST)]}).json()
     assert result["stdout"].encode("latin-1") == contents
 
 
@@ -273,7 +273,7 @@ def test_unused_archives_and_partial_uploads_are_removed(
         (archive_directory / digest).touch()
         os.utime(archive_directory / digest, (time.time() - age,) * 2)
     memory_gateway.engine.build_files.open()
-    memory_gateway.engine.build_files._remove_unused()
+    memory_gateway.engine.build_files._remove_unused_archives()
     assert list_names(archive_directory) == [OTHER_DIGEST]
 
 

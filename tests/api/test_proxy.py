@@ -697,7 +697,7 @@ def _make_request(port: int) -> proxy.ServiceRequest:
         pass
 
     sandbox = types.SimpleNamespace(id="one")
-    target = proxy.Target("one", port, "localhost", by_host=False)
+    target = proxy.Target("one", port, "localhost", is_named_by_host=False)
     return proxy.ServiceRequest({"method": "GET"}, receive, send, target, cast(Any, sandbox), "127.0.0.1", "", b"/", [])
 
 

@@ -48,7 +48,7 @@ def test_check_mode_predicts_refusals_from_the_listed_users(gateway_with_depende
         for name, users in expected_users.items():
             listed_users = api.get(f"/snapshots/{name}").json()["users"]
             assert [(each["kind"], each["name"]) for each in listed_users] == users
-            desired_state = _snapshot.desired_state({"name": [name], "state": "absent"})
+            desired_state = _snapshot.parse_desired_state({"name": [name], "state": "absent"})
             plan = _snapshot.plan(desired_state, _snapshot.observe(client, desired_state))
             is_refused = api.delete(f"/snapshots/{name}").status_code == 409
             assert bool(users) == is_refused == bool(plan.failures), name

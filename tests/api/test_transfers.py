@@ -251,7 +251,7 @@ def run_snapshot(gateway: MemoryGateway, *, check: bool = False, **options: Any)
     # Each check run has its own plan session.
     file = options.get("export_to") or options["import_from"]
     params = {"gateway_url": gateway.unix_url, **({"check_run": f"a check run with {file}"} if check else {})}
-    return run(_snapshot, {**defaults, **params, **options}, check=check)
+    return run(_snapshot, {**defaults, **params, **options}, check_mode=check)
 
 
 @pytest.mark.parametrize("check", [True, False], ids=["check mode", "run"])
@@ -307,7 +307,7 @@ def test_a_check_run_predicts_transfers_and_makes_none(
     def run_check(kind: Any, **options: Any) -> dict[str, Any]:
         defaults = {name: option.get("default") for name, option in kind.ARGUMENTS.items()}
         params = {"gateway_url": memory_gateway.unix_url, "check_run": "a check run with transfers"}
-        return run(kind, {**defaults, **params, **options}, check=True)
+        return run(kind, {**defaults, **params, **options}, check_mode=True)
 
     import_result = run_check(_snapshot, name=["copy"], import_from=str(tmp_path / "file"))
     assert import_result["changed"] and import_result["snapshot"]["imported_from"] == snapshot["snapshotID"]

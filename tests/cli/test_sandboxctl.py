@@ -276,10 +276,10 @@ def test_every_page_of_a_long_list_is_printed(run: Run, monkeypatch: pytest.Monk
 
     run("create", "base", "--name", "one")
     run("clone", "one", "-n", "4")
-    original_remove_empty = client._remove_empty
+    original_remove_empty = client._remove_empty_params
     monkeypatch.setattr(
         client,
-        "_remove_empty",
+        "_remove_empty_params",
         lambda params: original_remove_empty({**params, "limit": 2} if "limit" in params else params),
     )
     assert len(check_success(run("list", "--json")).json) == 5

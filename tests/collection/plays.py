@@ -10,11 +10,15 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 from ansible_collections.grove.sandbox.plugins.module_utils import _info
-from ansible_collections.grove.sandbox.plugins.module_utils._approval import approved_option, new_state, update_state
+from ansible_collections.grove.sandbox.plugins.module_utils._approval import (
+    make_approved_option,
+    make_initial_state,
+    update_state,
+)
 from ansible_collections.grove.sandbox.plugins.module_utils._client import Client
 from ansible_collections.grove.sandbox.plugins.module_utils._failure import Failure
 from ansible_collections.grove.sandbox.plugins.module_utils._run import PLAN_KEY, run
-from ansible_collections.grove.sandbox.plugins.plugin_utils._plan_conditions import mark_dependent
+from ansible_collections.grove.sandbox.plugins.plugin_utils._plan_conditions import mark_dependent_entries
 from hypothesis import strategies as st
 
 from tests.collection.plan_comparison import Counts, PlanComparison, read_state
@@ -121,7 +125,7 @@ def make_tasks(*, with_templates: bool) -> st.SearchStrategy[PlayTask]:
 def run_task(client: Client, kind: str, params: dict[str, Any], *, check: bool = False) -> dict[str, Any]:
     """Run a task of any module. ``kind``: the name of the module without ``sandbox_``, except for ``sandbox_info``."""
     if kind in _LISTINGS:
-        return run(_LISTINGS[kind], params, check=check, client=client)
+        return run(_LISTINGS[kind], params, check_mode=check, client=client)
     return test_plans.run_task(client, kind, params, check=check)
 
 
@@ -273,7 +277,7 @@ def make_entries(predicted: list[dict[str, Any]]) -> list[dict[str, Any]]:
         for number, prediction in enumerate(predicted)
         if PLAN_KEY in prediction
     ]
-    return mark_dependent(json.loads(json.dumps(entries)))
+    return mark_dependent_entries(json.loads(json.dumps(entries)))
 
 
 def apply_predicted(
@@ -281,13 +285,13 @@ def apply_predicted(
 ) -> list[dict[str, Any]]:
     """Run a play that may make only the changes that were predicted. Afterwards, ``run_client`` belongs to the run."""
     results: list[dict[str, Any]] = []
-    state = new_state()
+    state = make_initial_state()
     for number, (kind, named_params) in enumerate(play):
         params = replace_names_with_ids(named_params, results)
         if kind in _LISTINGS:  # A listing changes nothing, and needs no plan.
             results.append(run_task(client, kind, params))
             continue
-        option = approved_option(entries, {"task": number}, state)
+        option = make_approved_option(entries, {"task": number}, state)
         result = run_task(run_client, kind, {**params, "approved_plan": option})
         if PLAN_KEY in result:
             update_state(state, result.pop(PLAN_KEY))

@@ -300,7 +300,7 @@ def read_kept_file(runner: EngineRunner, ref: str, path: str) -> str:
 def read_contents(runner: EngineRunner, name: str) -> str:
     """Return the contents of a volume, read in a sandbox that mounts it or from a temporary mount."""
     volume = runner.engine.volumes.get(name)
-    for sandbox, mount in runner.engine.volumes.mounts_of(volume):
+    for sandbox, mount in runner.engine.volumes.list_mounts(volume):
         return read_kept_file(runner, sandbox.id, mount.path)
     runner.do(runner.engine.attachments.attach("source", MountSpec(name, "/probe", read_only=True)))
     contents = read_kept_file(runner, "source", "/probe")

@@ -225,7 +225,7 @@ def test_deleting_a_volume_in_use_lists_its_users(runner: EngineRunner) -> None:
     ) as refusal:
         runner.do(runner.engine.volumes.delete("data"))
     assert set(refusal.value.blockers) == {*sandbox_ids, snapshot.id, volume_snapshot.id}
-    assert {sandbox.name for sandbox, _ in runner.engine.volumes.mounts_of(volume)} == {"runs", "sleeps"}
+    assert {sandbox.name for sandbox, _ in runner.engine.volumes.list_mounts(volume)} == {"runs", "sleeps"}
     runner.do(runner.engine.attachments.detach("sleeps", "data"))
     runner.do(runner.engine.sandboxes.delete("runs"))
     with pytest.raises(InUse, match=r"1 sandbox snapshot \(mark\)") as capture_refusal:

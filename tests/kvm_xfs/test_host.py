@@ -180,7 +180,7 @@ def test_a_machine_that_stalls_on_a_full_disk_is_reported_and_resumes(small_gate
     runner.shell("one", "(dd if=/dev/zero of=/root/blob bs=1M count=40 conv=fsync; sync) >/dev/null 2>&1 &")
     wait_until(lambda: "no space left" in runner.call(runner.engine.room.get_stall_reason, runner.get_sandbox("one")))
     report = runner.do(runner.engine.room.report())
-    assert report.stalled == [runner.get_sandbox("one").id] and report.room.disk_free < 64 << 20
+    assert report.stalled_ids == [runner.get_sandbox("one").id] and report.room.disk_free < 64 << 20
     (root / "filler").unlink()
     wait_until(lambda: runner.call(runner.engine.room.get_stall_reason, runner.get_sandbox("one")) == "")
     wait_until(lambda: runner.shell("one", "stat -c %s /root/blob").strip() == str(40 << 20))

@@ -111,7 +111,7 @@ def test_machines_can_start_from_memory_in_every_way_with_a_root(runner: EngineR
     wait_until(lambda: runner.engine.prewarm.get_total_level().ready == 1, 60)
     runner.do(runner.engine.forks.create("later", ForkSpec(names=["claimed"])))
     assert read_digest(runner, "claimed") == digest
-    assert runner.engine.machines.starts["prewarmed"] == 1
+    assert runner.engine.machines.start_counts["prewarmed"] == 1
     runner.do(runner.engine.snapshots.create("claimed", name="of-claimed"))
     fork = runner.do(runner.engine.forks.create("of-claimed", ForkSpec()))
     assert read_digest(runner, fork.id) == digest

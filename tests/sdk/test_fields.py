@@ -18,7 +18,7 @@ from sandbox_gateway.api import app
 from sandbox_gateway.api.body import Body
 from sandbox_gateway.api.forkd import routes as forkd
 from sandbox_gateway.api.native import sandboxes, snapshots, templates, volumes
-from sandbox_gateway.api.unknown_fields import fields_of, find_model, find_refusal, find_refused_fields
+from sandbox_gateway.api.unknown_fields import find_model, find_refusal, find_refused_fields, get_fields
 from tests.sdk import fields
 from tests.sdk.fields import ClientRequest, Fields
 from tests.support.session import REPOSITORY
@@ -157,10 +157,10 @@ def _list_body_rows(request: str, model: type[Body], body: Fields, prefix: str =
         path = f"{prefix}{name}"
         if (refusal := find_refusal(model, name)) is not None:
             yield Row(request, path, "refused", refusal.reason)
-        elif name in model.ignored:
-            yield Row(request, path, "ignored", model.ignored[name])
+        elif name in model.ignored_fields:
+            yield Row(request, path, "ignored", model.ignored_fields[name])
         else:
-            model_fields = fields_of(model)
+            model_fields = get_fields(model)
             assert name in model_fields, f"{request}: the field {path} is new: honour, refuse or ignore it"
             nested_model = model_fields[name]
             if nested and nested_model is not None:
@@ -218,7 +218,7 @@ def test_the_agent_reads_every_field_of_the_code_interpreter() -> None:
 
 def list_models(model: type[Body]) -> Iterator[type[Body]]:
     yield model
-    for nested in fields_of(model).values():
+    for nested in get_fields(model).values():
         if nested is not None:
             yield from list_models(nested)
 
@@ -240,9 +240,12 @@ def test_refused_and_ignored_fields_are_sent_by_a_client(model: type[Body]) -> N
     sent_names = {
         name for client in CLIENTS for request in client.list_requests() for name in _list_names(request.body)
     }
-    assert {*model.refused, *model.ignored} <= sent_names | {"kernel"}
-    assert not (model.refused.keys() & model.ignored.keys()) and not model.refused.keys() & fields_of(model).keys()
-    for name, refusal in model.refused.items():
+    assert {*model.refused_fields, *model.ignored_fields} <= sent_names | {"kernel"}
+    assert (
+        not (model.refused_fields.keys() & model.ignored_fields.keys())
+        and not model.refused_fields.keys() & get_fields(model).keys()
+    )
+    for name, refusal in model.refused_fields.items():
         (refused,) = find_refused_fields(model, {name: "value"})
         assert str(refused).startswith(f"{name}: not supported, because ")
         assert ": " in refusal.reason, "the sentence must say what to do"

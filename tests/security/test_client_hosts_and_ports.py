@@ -296,7 +296,7 @@ def test_sandbox_host_names_are_parsed_unambiguously(name: str) -> None:
         return
     if address is None:
         return
-    assert 1 <= address.port <= 65535 and address.by_host
+    assert 1 <= address.port <= 65535 and address.is_named_by_host
     first_label, _, domain_and_port = raw_name.lower().partition(".")
     assert (
         domain_and_port.rpartition(":")[0].rstrip(".") == "sandbox.local"

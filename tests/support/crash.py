@@ -56,7 +56,7 @@ async def _claim_prewarmed_fork(engine: Engine) -> None:
     await engine.prewarm.set_target(snapshot_id, 1)
     await _wait_until_ready(engine, snapshot_id, 1)
     await engine.forks.create(snapshot_id, ForkSpec(names=["new"]))
-    assert engine.machines.starts["prewarmed"] == 1
+    assert engine.machines.start_counts["prewarmed"] == 1
     await engine.prewarm.set_target(snapshot_id, 0)
     await _wait_until_ready(engine, snapshot_id, 0)
 
@@ -131,7 +131,7 @@ def read_observable_state(engine: Engine) -> Any:
     """Return, as plain data, everything about sandboxes and volumes that a restart must not change."""
     sandboxes = [each.model_dump(mode="json", exclude={"host"}) for each in engine.sandboxes.list()]
     mounts_by_volume = {
-        each.name: [(sandbox.name, mount.path, mount.read_only) for sandbox, mount in engine.volumes.mounts_of(each)]
+        each.name: [(sandbox.name, mount.path, mount.read_only) for sandbox, mount in engine.volumes.list_mounts(each)]
         for each in engine.volumes.list()
     }
     volumes = [each.model_dump(mode="json") for each in engine.volumes.list()]

@@ -59,7 +59,7 @@ def _get_cache_path() -> Path:
 
 
 def _compute_digest() -> str:
-    return RECIPE.digest(guest_digest(), source_digest(RECIPE))
+    return RECIPE.compute_digest(guest_digest(), source_digest(RECIPE))
 
 
 def _read_manifest(directory: Path) -> dict[str, Any]:

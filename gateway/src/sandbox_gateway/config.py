@@ -75,7 +75,7 @@ class Server(_Section):
 
     @field_validator("socket", mode="before")
     @classmethod
-    def _empty_to_none(cls, value: object) -> object:
+    def _convert_empty_to_none(cls, value: object) -> object:
         return None if value == "" else value
 
 
@@ -147,7 +147,7 @@ class KvmXfs(_Section):
 
     @field_validator("memory_root", "registry_auth_file", mode="before")
     @classmethod
-    def _empty_to_none(cls, value: object) -> object:
+    def _convert_empty_to_none(cls, value: object) -> object:
         return None if value == "" else value
 
     @field_validator("memory_root")
@@ -312,7 +312,7 @@ class LogSection(_Section):
 
     @field_validator("file", mode="before")
     @classmethod
-    def _empty_to_none(cls, value: object) -> object:
+    def _convert_empty_to_none(cls, value: object) -> object:
         return None if value == "" else value
 
 

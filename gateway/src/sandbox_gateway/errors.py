@@ -31,14 +31,14 @@ class NotFound(GatewayError):
     kind = "not_found"
     status = 404
 
-    def __init__(self, what: str, ref: str, *, message: str = "", resource: str = "", parent: str = "") -> None:
-        """Create an error. ``what``: the kind of object ("sandbox", "template", …). ``ref``: the requested id or name.
+    def __init__(self, noun: str, ref: str, *, message: str = "", resource: str = "", parent: str = "") -> None:
+        """Create an error. ``noun``: the kind of object ("sandbox", "template", …). ``ref``: the requested id or name.
 
-        ``message`` replaces the default message. ``details`` contains ``resource``, by default ``what``, and
+        ``message`` replaces the default message. ``details`` contains ``resource``, by default ``noun``, and
         ``parent``, the id or name of the object that was searched for ``ref``.
         """
-        details = {"resource": resource or what, "parent": parent}
-        super().__init__(message or f"{what} {ref!r} not found", details=details)
+        details = {"resource": resource or noun, "parent": parent}
+        super().__init__(message or f"{noun} {ref!r} not found", details=details)
 
 
 class Gone(GatewayError):

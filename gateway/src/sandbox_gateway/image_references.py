@@ -58,7 +58,7 @@ def parse_image_reference(text: str) -> ImageReference:
         pass
     elif transport in (Transport.LAYOUT, Transport.OCI_ARCHIVE, Transport.DOCKER_ARCHIVE) and rest.startswith("/"):
         path, _, tag = rest.partition(":")
-        if _is_plain(path) and (not tag or _is_image_name(tag)) and not rest.endswith(":"):
+        if _is_plain_path(path) and (not tag or _is_image_name(tag)) and not rest.endswith(":"):
             return ImageReference(Transport(transport), path=path, tag=tag)
     elif match := _NAME_PATTERN.fullmatch(text.removeprefix(f"{Transport.REGISTRY}://")):
         return _create_registry_reference(match)
@@ -83,7 +83,7 @@ def _create_registry_reference(match: re.Match[str]) -> ImageReference:
     )
 
 
-def _is_plain(path: str) -> bool:
+def _is_plain_path(path: str) -> bool:
     return "\0" not in path and ".." not in path.split("/")
 
 

@@ -88,16 +88,16 @@ class Recipe(BaseModel):
         if self.packages:
             raise ValueError("'packages' cannot be added to an image: install them with a command in 'setup'")
 
-    def digest(self, *salts: str) -> str:
+    def compute_digest(self, *salts: str) -> str:
         """Return the hex SHA-256 of the canonical recipe and ``salts`` (the digests of the guest and the source)."""
         fields = {**self.model_dump(mode="json"), "packages": sorted(set(self.packages))}
         if not self.image:
             # Recipes without an image have the same digest as before images were supported.
             del fields["image"]
-        return _digest(fields, salts)
+        return _compute_digest(fields, salts)
 
 
-def _digest(data: dict[str, Any], salts: tuple[str, ...]) -> str:
+def _compute_digest(data: dict[str, Any], salts: tuple[str, ...]) -> str:
     text = json.dumps([data, *salts], sort_keys=True, separators=(",", ":"))
     return hashlib.sha256(text.encode()).hexdigest()
 

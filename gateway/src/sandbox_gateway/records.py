@@ -306,7 +306,7 @@ class Retention(_Part):
     """Maximum age in seconds."""
 
 
-class Imported(_Part):
+class ImportOrigin(_Part):
     """Where an imported snapshot came from."""
 
     snapshot: Id
@@ -359,7 +359,7 @@ class Snapshot(_Record):
     Empty if the recipe has no path, or if an older gateway built the template.
     """
     recipe: dict[str, Any] = Field(default_factory=dict)
-    imported: Imported | None = None
+    imported: ImportOrigin | None = None
     """Where it came from, if it was imported from a file."""
     host: dict[str, Any] = Field(default_factory=dict)
     """Data that the host needs to start a machine from the snapshot, such as the accelerator and the CPU model."""

@@ -52,8 +52,8 @@ def choose_accelerator(arguments):
 
 def find_newest_kernel(directory):
     """Return the newest readable kernel in ``directory``, or None."""
-    readable = [path for path in directory.glob("vmlinuz-*") if os.access(str(path), os.R_OK)]
-    return max(readable, key=lambda path: [int(part) for part in re.findall(r"\d+", path.name)], default=None)
+    readable_paths = [path for path in directory.glob("vmlinuz-*") if os.access(str(path), os.R_OK)]
+    return max(readable_paths, key=lambda path: [int(part) for part in re.findall(r"\d+", path.name)], default=None)
 
 
 def download_kernel(directory):
@@ -93,11 +93,11 @@ def boot_guest(arguments, kernel):
     if any(mark in output for mark in BOOT_MARKERS):
         return arguments.accelerator, f"{kernel.name} booted on {arguments.accelerator}"
     if KERNEL_START_MARKER in output:
-        return "tcg", f"{KVM} opens, but a guest kernel on it stopped after its first lines"
+        return "tcg", f"{KVM} can be opened, but a guest kernel on it stopped after its first lines"
     last_lines = output.decode(errors="replace").strip().splitlines()[-1:] or [""]
     last_line = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]|[^ -~]", "", last_lines[0])[:200] or "nothing"
     cause = "QEMU exited" if has_exited else "no further output within the time limit"
-    return "tcg", f"{KVM} opens, but no guest kernel started on it ({cause}); last output: {last_line}"
+    return "tcg", f"{KVM} can be opened, but no guest kernel started on it ({cause}); last output: {last_line}"
 
 
 def read_console(process, seconds):

@@ -47,15 +47,15 @@ _NON_OPERATIONS = {
     "MachineLifecycle.boot",
     "MachineLifecycle.fork",
     "MachineLifecycle.mark_stopped",
-    "MachineLifecycle.stop_paused",
-    "RoomMonitor.require_for_capture",
-    "RoomMonitor.require_for_machines",
+    "MachineLifecycle.stop_paused_machine",
+    "RoomMonitor.require_room_for_capture",
+    "RoomMonitor.require_room_for_machines",
     # Background work.
     "BuildFiles.watch",
     "Loads.get_history",
     "Loads.watch",
     "PrewarmPool.discard_all",
-    "PrewarmPool.keep_ready",
+    "PrewarmPool.keep_forks_ready",
     "RoomMonitor.watch",
 }
 

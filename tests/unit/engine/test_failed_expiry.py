@@ -139,7 +139,7 @@ def test_a_failed_removal_of_a_hidden_snapshot_is_retried_after_a_delay(tmp_path
             assert host.attempt_count == 1 and host.save_count == expected_save_count, "the lineage was written again"
             host.refuses_removal = False
             await wait_until(lambda: len(engine.index.snapshots) == 2)
-            await wait_until(lambda: engine.sandboxes._collector._backoff.list_due() == [])
+            await wait_until(lambda: engine.sandboxes._collector._backoff.list_due_ids() == [])
 
     asyncio.run(run_scenario())
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from sandbox_gateway.engine.image_steps import archive_path, compile_steps, find_archive
+from sandbox_gateway.engine.image_steps import build_archive_path, compile_steps, find_archive
 from sandbox_gateway.errors import GatewayError, Invalid
 
 MAX_BYTES = 256 << 10
@@ -53,7 +53,7 @@ def test_each_command_sees_the_settings_of_the_steps_before_it() -> None:
 @pytest.mark.parametrize(
     ("kind", "args", "message"),
     [
-        ("COPY", ["a", "/b"], "the filesHash of a step COPY must be 64 lower-case hexadecimal digits"),
+        ("COPY", ["a", "/b"], "the filesHash of a COPY step must be 64 lower-case hexadecimal digits"),
         ("COPY", ["a"], "the step COPY has the wrong number of arguments, 1"),
         ("COPY", ["a", ""], "the step COPY has the wrong number of arguments, 2"),
         ("COPY", ["a", "/b", "", "", ""], "the step COPY has the wrong number of arguments, 5"),
@@ -86,7 +86,7 @@ def test_a_copy_names_its_archive_and_runs_as_root_in_the_working_directory() ->
     )
     copy, short_copy = map(parse_command, steps.commands)
     assert copy == {
-        "args": ["/opt/sandbox/copy", archive_path(DIGEST), "it's $APP/", "app:app", "0755"],
+        "args": ["/opt/sandbox/copy", build_archive_path(DIGEST), "it's $APP/", "app:app", "0755"],
         "env": {"APP": "/srv"},
         "cwd": "/work",
         "user": "root",
@@ -117,8 +117,10 @@ def test_a_non_octal_mode_is_refused(mode: str) -> None:
         """exec /opt/sandbox/start '["/opt/sandbox/copy"]'""",
         """exec /opt/sandbox/start '{"args": ["/opt/sandbox/copy", 1]}' more""",
         """exec /opt/sandbox/start '{"args": ["/opt/sandbox/copy", "/opt/sandbox/../../etc/shadow.tar"]}'""",
-        f"""exec /opt/sandbox/start '{{"args": ["cat", "{archive_path(DIGEST)}", "/opt/sandbox/copy"]}}'""",
-        compile_steps([("RUN", [f'"args": ["/opt/sandbox/copy", "{archive_path(DIGEST)}"]'])], MAX_BYTES).commands[0],
+        f"""exec /opt/sandbox/start '{{"args": ["cat", "{build_archive_path(DIGEST)}", "/opt/sandbox/copy"]}}'""",
+        compile_steps(
+            [("RUN", [f'"args": ["/opt/sandbox/copy", "{build_archive_path(DIGEST)}"]'])], MAX_BYTES
+        ).commands[0],
     ],
 )
 def test_other_commands_have_no_archive(command: str) -> None:

@@ -119,7 +119,7 @@ async def test_only_running_sandboxes_are_measured_regularly(tmp_path: Path) -> 
         assert len(await engine.loads.get_history("two")) == sample_count, (
             "the history of a paused sandbox does not grow"
         )
-        assert [(sandbox.id, sample.memory_bytes) for sandbox, sample in engine.loads.list_current()] == [
+        assert [(sandbox.id, sample.memory_bytes) for sandbox, sample in engine.loads.list_current_samples()] == [
             (running_sandbox.id, 5 << 20)
         ]
         await engine.sandboxes.delete("one")
@@ -137,9 +137,9 @@ async def test_a_failed_measurement_is_logged_once_and_retried(
         await create(engine, "one")
         await wait_until(lambda: len(host.measured_names) > 5)
         assert caplog.text.count("the resource usage could not be measured") == 1
-        assert list(engine.loads.list_current()) == []
+        assert list(engine.loads.list_current_samples()) == []
         host.measurement_fails = False
-        await wait_until(lambda: list(engine.loads.list_current()))
+        await wait_until(lambda: list(engine.loads.list_current_samples()))
 
 
 def test_a_history_needs_little_memory() -> None:

@@ -175,7 +175,7 @@ async def test_forks_are_discarded_while_the_host_is_short_of_memory(engine: Eng
 
 async def test_requests_take_precedence_over_prewarming(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("os.cpu_count", lambda: 1)
-    with engine.prewarm.starting_for_request():
+    with engine.prewarm.request_start_counted():
         await engine.prewarm.set_target("s", 1)
         await asyncio.sleep(0.05)
         assert count_ready_forks(engine) == 0

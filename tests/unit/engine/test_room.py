@@ -353,7 +353,7 @@ async def test_an_import_reserves_only_what_it_has_not_written(
 
     set_free_space(15000)
     async with reserve_space(10000) as pending_import:
-        pending_import.count_written(6000 * MIB, memory=True)
+        pending_import.count_written_bytes(6000 * MIB, memory=True)
         set_free_space(9000)
         with pytest.raises(NoSpace, match="9000 MiB free, of which running imports need 4000 MiB"):
             async with reserve_space(4001):

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from sandbox_gateway.engine.transfer import container
 from sandbox_gateway.engine.transfer.container import CHUNK_BYTES, MAGIC, Chunk, Decoder, Encoder, compress_chunk
 from sandbox_gateway.engine.transfer.manifest import Manifest, parse_manifest
-from sandbox_gateway.engine.transfer.signing import Signer, check_fingerprint, fingerprint_of
+from sandbox_gateway.engine.transfer.signing import Signer, check_fingerprint, compute_fingerprint
 from sandbox_gateway.errors import GatewayError, Invalid, Unsupported
 from sandbox_gateway.hosts.base import SnapshotPart
 
@@ -106,7 +106,7 @@ def test_a_decoder_returns_the_manifest_and_the_signer() -> None:
     decoder = Decoder()
     decoder.feed(FILE)
     assert decoder.read_manifest() == make_manifest()
-    assert fingerprint_of(decoder.public_key) == SIGNER.fingerprint
+    assert compute_fingerprint(decoder.public_key) == SIGNER.fingerprint
 
 
 def test_a_file_cut_at_any_byte_is_refused() -> None:

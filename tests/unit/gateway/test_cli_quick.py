@@ -107,7 +107,7 @@ def test_a_plain_table_matches_the_output_of_rich(rows: list[tuple[str, str, str
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(sys, "stdout", output := io.StringIO())
             if not is_plain:
-                patch.setattr(render, "_print_plainly", lambda rows, **options: False)
+                patch.setattr(render, "_print_plain_table", lambda rows, **options: False)
             render.print_table(headers, rows, "none")
         outputs.append([line.rstrip() for line in output.getvalue().splitlines()])
     assert outputs[0] == outputs[1]
@@ -115,7 +115,7 @@ def test_a_plain_table_matches_the_output_of_rich(rows: list[tuple[str, str, str
 
 @pytest.mark.parametrize("cell", ["é", "a\nb", "x" * 300])
 def test_a_table_that_needs_rich_is_not_printed_plainly(cell: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert not render._print_plainly([("NAME",), (cell,)])
+    assert not render._print_plain_table([("NAME",), (cell,)])
     assert capsys.readouterr().out == ""
 
 
@@ -123,9 +123,9 @@ def test_a_table_on_a_terminal_has_a_bold_header_and_fits_its_width(monkeypatch:
     monkeypatch.setenv("TERM", "xterm")
     monkeypatch.setenv("COLUMNS", "10")
     monkeypatch.setattr(sys, "stdout", output := _FakeTerminal())
-    assert render._print_plainly([("NAME", "ID"), ("one", "1234")])
+    assert render._print_plain_table([("NAME", "ID"), ("one", "1234")])
     assert output.getvalue().splitlines() == ["\x1b[1mNAME  ID\x1b[0m", "one   1234"]
-    assert not render._print_plainly([("NAME", "ID"), ("one", "12345")])
+    assert not render._print_plain_table([("NAME", "ID"), ("one", "12345")])
 
 
 @pytest.mark.parametrize(

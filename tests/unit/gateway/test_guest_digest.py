@@ -31,10 +31,10 @@ def template_directory(tmp_path: Path) -> Path:
 
 @pytest.mark.parametrize("input_file", INPUT_FILES)
 def test_a_change_to_any_input_changes_the_digest(template_directory: Path, input_file: str) -> None:
-    digest_before = Recipe().digest(digest_guest(template_directory))
+    digest_before = Recipe().compute_digest(digest_guest(template_directory))
     with (template_directory / input_file).open("a") as file:
         file.write("#")
-    assert Recipe().digest(digest_guest(template_directory)) != digest_before
+    assert Recipe().compute_digest(digest_guest(template_directory)) != digest_before
 
 
 def test_the_digest_ignores_times_modes_bytecode_and_readmes(template_directory: Path) -> None:

@@ -93,8 +93,8 @@ def test_objects_are_found_by_id_and_name_until_they_are_removed() -> None:
     assert [index.find_owner(name) for name in ("box", "alias", volume.id, "other")] == [
         sandbox.id, snapshot.id, volume.id, "",
     ]  # fmt: skip
-    assert not any(map(index.is_free, ("box", "shot", "data", sandbox.id, snapshot.id, volume.id)))
-    assert index.is_free("other")
+    assert not any(map(index.is_name_free, ("box", "shot", "data", sandbox.id, snapshot.id, volume.id)))
+    assert index.is_name_free("other")
     for record in (sandbox, snapshot, volume):
         index.remove(record.id)
     for find, kind, name in (
@@ -103,7 +103,7 @@ def test_objects_are_found_by_id_and_name_until_they_are_removed() -> None:
     ):  # fmt: skip
         with pytest.raises(NotFound, match=f"^{kind} '?{name}'? not found"):
             find(name)
-        assert index.is_free(name)
+        assert index.is_name_free(name)
 
 
 def test_a_renamed_object_is_found_only_by_its_new_name() -> None:
@@ -111,7 +111,7 @@ def test_a_renamed_object_is_found_only_by_its_new_name() -> None:
     sandbox = Sandbox(name="before")
     index.put(sandbox)
     index.put(sandbox.model_copy(update={"name": "after"}))
-    assert index.find_owner("after") == sandbox.id and index.is_free("before")
+    assert index.find_owner("after") == sandbox.id and index.is_name_free("before")
 
 
 def test_only_visible_snapshots_of_the_requested_kinds_are_found() -> None:
@@ -129,7 +129,7 @@ def test_only_visible_snapshots_of_the_requested_kinds_are_found() -> None:
                 index.get_snapshot(snapshot.id)
         assert index.get_snapshot(snapshot.id, kinds=[kind]) is snapshot
     with pytest.raises(NotFound, match=r"^template"):
-        index.get_snapshot("snapshot", what="template", kinds=[SnapshotKind.TEMPLATE])
+        index.get_snapshot("snapshot", noun="template", kinds=[SnapshotKind.TEMPLATE])
     with pytest.raises(NotFound):
         index.get_snapshot(doomed_snapshot.id)
 
@@ -139,14 +139,14 @@ def test_a_taken_name_is_refused_with_its_owner() -> None:
     sandbox = Sandbox(name="a")
     index.put(sandbox)
     with index.reserved(["b"]):
-        assert not index.is_free("b")
+        assert not index.is_name_free("b")
         with pytest.raises(NameTaken) as error_info, index.reserved(["a", "b", "c"]):
             pass
     assert (
         f"'a' ({sandbox.id}), 'b' (being created)" in error_info.value.message and "'c'" not in error_info.value.message
     )
     assert error_info.value.blockers == [sandbox.id]
-    assert index.is_free("b") and index.is_free("c")
+    assert index.is_name_free("b") and index.is_name_free("c")
 
 
 def test_an_object_is_pinned_until_its_last_pin_is_released() -> None:
@@ -171,7 +171,7 @@ def test_volume_snapshots_and_mounts_are_found() -> None:
     mount = Mount(volume=volume.id, path="/data")
     sandbox = Sandbox(name="box", mounts=[mount, Mount(volume=other_volume.id, path="/other")])
     assert index.load([sandbox], [], [volume, other_volume], [newer_snapshot, older_snapshot, same_name_snapshot]) == []
-    assert index.list_snapshots_of(volume) == [older_snapshot, newer_snapshot]
+    assert index.list_volume_snapshots(volume) == [older_snapshot, newer_snapshot]
     assert (
         index.get_volume_snapshot("older", volume) is older_snapshot
         and index.get_volume_snapshot("older", other_volume) is same_name_snapshot
@@ -181,13 +181,13 @@ def test_volume_snapshots_and_mounts_are_found() -> None:
         is index.get_volume_snapshot(newer_snapshot.id, volume)
         is newer_snapshot
     )
-    assert index.mounts_of(volume) == [(sandbox, mount)]
+    assert index.list_mounts(volume) == [(sandbox, mount)]
     with pytest.raises(NotFound, match=r"snapshot .* of volume 'other' not found"):
         index.get_volume_snapshot(newer_snapshot.id, other_volume)
     with pytest.raises(NotFound, match=r"volume snapshot .* not found"):
         index.get_volume_snapshot("newer")
     index.remove(older_snapshot.id)
-    assert index.list_snapshots_of(volume) == [newer_snapshot] and index.is_free("newer")
+    assert index.list_volume_snapshots(volume) == [newer_snapshot] and index.is_name_free("newer")
 
 
 def test_a_mount_of_a_missing_volume_is_reported_and_kept() -> None:
@@ -218,7 +218,7 @@ def test_volume_snapshots_in_a_snapshot_are_found() -> None:
     snapshot = Snapshot(volumes=[VolumeCapture(volume=included_snapshot.volume, snapshot=id) for id in ids])
     for record in (included_snapshot, other_snapshot, snapshot):
         index.put(record)
-    assert index.list_volume_snapshots_in(snapshot) == [included_snapshot]
+    assert index.list_included_volume_snapshots(snapshot) == [included_snapshot]
 
 
 def test_a_long_reference_is_shortened() -> None:
@@ -256,11 +256,11 @@ def test_a_record_that_was_changed_in_place_leaves_nothing_behind() -> None:
     index.put(sandbox)
     sandbox.name, sandbox.forked_from, sandbox.created_at = "after", "1" * 12, now()
     index.put(sandbox)
-    assert index.is_free("before") and index.find_owner("after") == sandbox.id
-    assert index.list_sandboxes_using(Snapshot(id="0" * 12)) == []
-    assert index.list_sandboxes_using(Snapshot(id="1" * 12)) == list(index.walk_sandboxes()) == [sandbox]
+    assert index.is_name_free("before") and index.find_owner("after") == sandbox.id
+    assert index.list_dependent_sandboxes(Snapshot(id="0" * 12)) == []
+    assert index.list_dependent_sandboxes(Snapshot(id="1" * 12)) == list(index.walk_sandboxes()) == [sandbox]
     index.remove(sandbox.id)
-    assert index.is_free("after") and list(index.walk_sandboxes()) == [] and sandbox.id not in index
+    assert index.is_name_free("after") and list(index.walk_sandboxes()) == [] and sandbox.id not in index
 
 
 @pytest.mark.parametrize(
@@ -277,7 +277,7 @@ def test_groups_follow_the_records(group: str, changes: dict[str, Any]) -> None:
     index.put(snapshot)
     assert getattr(index, group) == set()
     index.put(snapshot.model_copy(update=changes))
-    assert [each.id for each in index.list_snapshots_in(getattr(index, group))] == [snapshot.id]
+    assert [each.id for each in index.list_grouped_snapshots(getattr(index, group))] == [snapshot.id]
     index.put(snapshot)
     assert getattr(index, group) == set()
     index.put(snapshot.model_copy(update=changes))

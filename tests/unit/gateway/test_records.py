@@ -85,9 +85,9 @@ def test_the_current_time_is_in_utc() -> None:
 
 def test_a_recipes_digest_ignores_the_order_of_packages() -> None:
     recipe = Recipe(packages=["curl", "git"])
-    assert recipe.digest() == Recipe(packages=["git", "curl", "git"]).digest()
-    assert recipe.digest() != Recipe(packages=["curl"]).digest()
-    assert recipe.digest("agent-1") != recipe.digest("agent-2")
+    assert recipe.compute_digest() == Recipe(packages=["git", "curl", "git"]).compute_digest()
+    assert recipe.compute_digest() != Recipe(packages=["curl"]).compute_digest()
+    assert recipe.compute_digest("agent-1") != recipe.compute_digest("agent-2")
 
 
 @pytest.mark.parametrize("package", ["", "-o", "a b", "../x", "x;y", "UPPER"])

@@ -41,7 +41,7 @@ def test_users_that_only_the_host_knows_are_named_in_the_same_form(
     assert error_info.value.details["resource"] == resource
     assert [user["kind"] for user in error_info.value.details["users"]] == ["zfs_clone", "zfs_clone", "hold"]
     engine_error = create_in_use_error(
-        record, {"sandbox": [Sandbox(name="box")]}, "Delete it.", busy=False, volume=volume
+        record, {"sandbox": [Sandbox(name="box")]}, "Delete it.", is_busy=False, volume=volume
     )
     assert (
         engine_error is not None and engine_error.message == f"{description} is in use by 1 sandbox (box). Delete it."
@@ -67,4 +67,4 @@ def test_sandboxes_that_use_a_snapshot_are_found() -> None:
     paused_sandbox = Sandbox(name="paused", pause_snapshot=snapshot.id)
     for sandbox in (forked_sandbox, rolled_back_sandbox, paused_sandbox, Sandbox(name="unrelated")):
         index.put(sandbox)
-    assert References(context).users_of(snapshot).sandboxes == [forked_sandbox, rolled_back_sandbox, paused_sandbox]
+    assert References(context).find_users(snapshot).sandboxes == [forked_sandbox, rolled_back_sandbox, paused_sandbox]

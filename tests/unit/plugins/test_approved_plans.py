@@ -14,8 +14,8 @@ from typing import Any
 
 import pytest
 from ansible_collections.grove.sandbox.plugins.module_utils._approval import (
-    approved_option,
-    new_state,
+    make_approved_option,
+    make_initial_state,
     update_state,
 )
 from ansible_collections.grove.sandbox.plugins.module_utils._client import Client
@@ -76,10 +76,10 @@ def apply_task(
 ) -> dict[str, Any]:
     """Run a task that may do only what ``entries`` contain. ``state``: the state of the run, which is updated."""
     kind, params = task
-    state = new_state() if state is None else state
+    state = make_initial_state() if state is None else state
     run_client = Client(client.address.url)  # ``client`` represents other users
     try:
-        result = run_task(run_client, kind, {**params, "approved_plan": approved_option(entries, {}, state)})
+        result = run_task(run_client, kind, {**params, "approved_plan": make_approved_option(entries, {}, state)})
     finally:
         run_client.close()
     if PLAN_KEY in result:
@@ -267,7 +267,7 @@ def test_clones_that_the_run_makes_and_removes_itself_are_known(gateway: MemoryG
         ("volume", {"name": ["data"], "snapshots": ["v2"]}),
     ]
     entries = make_plan(gateway, *tasks)
-    state = new_state()
+    state = make_initial_state()
     for task in [*tasks[:2], *reversed(tasks[2:5]), *tasks[5:]]:
         result = apply_task(client, task, *entries, state=state)
         assert result["changed"], result
@@ -335,7 +335,7 @@ def test_an_item_of_a_loop_that_needs_no_change_does_not_hide_others(gateway: Me
     entries = make_plan(gateway, *items)
     assert [bool(entry["actions"]) for entry in entries] == [False, True]
     run_task(client, *items[1])
-    state = new_state()
+    state = make_initial_state()
     assert not apply_task(client, items[0], *entries, state=state).get("failed")
     assert state["used"] == [0]
     assert "sandbox 'web' has changed" in apply_task(client, items[1], *entries, state=state)["msg"]
@@ -347,7 +347,7 @@ def test_hosts_change_one_sandbox_in_any_order(gateway: MemoryGateway, client: C
     tasks += [("fork", {"sandbox": "web", "names": [f"clone-{host}"]}) for host in "abc"]
     tasks += [("volume", {"name": ["data"], "snapshots": [f"of-{host}"]}) for host in "abc"]
     entries = make_plan(gateway, *tasks)
-    state = new_state()
+    state = make_initial_state()
     for task in [*reversed(tasks[:9]), *tasks[9:]]:
         result = apply_task(client, task, *entries, state=state)
         assert result["changed"], result
@@ -355,7 +355,7 @@ def test_hosts_change_one_sandbox_in_any_order(gateway: MemoryGateway, client: C
 
 def test_a_run_that_the_gateway_has_forgotten_needs_a_new_plan(gateway: MemoryGateway, client: Client) -> None:
     entries = make_plan(gateway, UPDATE_TASK, GROW_TASK)
-    state = new_state()
+    state = make_initial_state()
     assert apply_task(client, UPDATE_TASK, *entries, state=state)["changed"]
     (run,) = client.get("/applied-runs")
     # After a restart, a gateway reports a later time.
@@ -483,11 +483,15 @@ def test_planned_ids_stand_for_the_ids_of_the_run(gateway: MemoryGateway, client
     create_task = ("sandbox", {"name": ["box"], "template": "base"})
     remove_task = ("sandbox", {"name": ["box"], "state": "absent"})
     entries = make_plan(gateway, create_task, remove_task)
-    state = new_state()
+    state = make_initial_state()
     result = apply_task(client, create_task, *entries, state=state)
     gateway_id, planned_id = entries[0]["gateway"], entries[0]["created"]["box"]
     assert state["bindings"][gateway_id][planned_id] == result["sandbox"]["id"]
-    state_of_other_object = {**new_state(), "used": [0], "bindings": {gateway_id: {planned_id: "0123456789ab"}}}
+    state_of_other_object = {
+        **make_initial_state(),
+        "used": [0],
+        "bindings": {gateway_id: {planned_id: "0123456789ab"}},
+    }
     assert "replaced by another one" in apply_task(client, remove_task, *entries, state=state_of_other_object)["msg"]
     assert apply_task(client, remove_task, *entries, state=state)["changed"]
 
@@ -505,7 +509,7 @@ def test_an_object_that_others_created_instead_of_the_run_is_kept(
     entries = make_plan(gateway, create_task, remove_task)
     run_task(client, *create_task)
     before = read_state(client)
-    state = new_state()
+    state = make_initial_state()
     assert "did not exist when the plan was made" in apply_task(client, create_task, entries[0], state=state)["msg"]
     remaining_state = {**state, "used": [0]}
     assert "replaced by another one" in apply_task(client, remove_task, *entries, state=remaining_state)["msg"]
@@ -568,7 +572,7 @@ def test_snapshots_of_a_volume_that_the_run_itself_creates_are_known(gateway: Me
         ("volume", {"name": ["data"], "size_mb": 128}),
     ]
     entries = make_plan(gateway, *tasks)
-    state = new_state()
+    state = make_initial_state()
     for task in tasks:
         result = apply_task(client, task, *entries, state=state)
         assert result["changed"], result
@@ -593,7 +597,7 @@ def test_hosts_of_one_run_share_a_template_and_a_snapshot(gateway: MemoryGateway
     ]
     entries = make_plan(gateway, *tasks)
     run_task(client, "sandbox", {"name": ["stranger"], "template": "base"})
-    state = new_state()
+    state = make_initial_state()
     for task in reversed(tasks):
         result = apply_task(client, task, *entries, state=state)
         assert result["changed"], result
@@ -610,7 +614,7 @@ def test_a_rollback_that_proves_unnecessary_is_skipped(gateway: MemoryGateway, c
     entries[2]["actions"] = (
         make_plan(gateway, ROLL_BACK_TASK)[0]["actions"] if not entries[2]["actions"] else entries[2]["actions"]
     )
-    state = new_state()
+    state = make_initial_state()
     results = [apply_task(client, task, *entries, state=state) for task in tasks]
     assert [result.get("failed") for result in results] == [None] * 4, results
     assert results[3]["changed"]
@@ -645,7 +649,7 @@ def test_a_changed_entry_does_not_match(gateway: MemoryGateway, client: Client) 
 def test_a_volume_of_the_run_that_others_replaced_is_not_changed(gateway: MemoryGateway, client: Client) -> None:
     tasks = [("volume", {"name": ["cache"], "size_mb": size_mb}) for size_mb in (64, 128)]
     entries = make_plan(gateway, *tasks)
-    state = new_state()
+    state = make_initial_state()
     assert apply_task(client, tasks[0], *entries, state=state)["changed"]
     replaced_state = copy.deepcopy(state)
     assert apply_task(client, tasks[1], *entries, state=state)["changed"]
@@ -672,7 +676,7 @@ def test_a_snapshot_of_a_volume_that_others_replaced_is_not_used(
     gateway: MemoryGateway, client: Client, task: Task, drift: str
 ) -> None:
     entries = make_plan(gateway, VOLUME_SNAPSHOT, task)
-    state = new_state()
+    state = make_initial_state()
     if drift == "made before the run":
         client.post("/volumes/data/snapshots", {"name": "v1"})
     assert apply_task(client, VOLUME_SNAPSHOT, *entries, state=state)["changed"] is (drift != "made before the run")
@@ -695,7 +699,7 @@ def test_a_snapshot_of_a_volume_that_another_host_is_making_does_not_stop_a_task
     """The other host's task has taken the snapshot, but has not ended yet, so the run does not know the id."""
     tasks = [("volume", {"name": ["data"], "snapshots": [f"of-{host}"]}) for host in "ab"]
     entries = make_plan(gateway, *tasks)
-    state = new_state()
+    state = make_initial_state()
     assert apply_task(client, tasks[0], *entries, state=copy.deepcopy(state))["changed"]
     result = apply_task(client, tasks[1], *entries, state=state)
     assert result["changed"], result
@@ -780,7 +784,7 @@ def test_a_rollback_that_depends_on_the_guest_does_not_stop_later_tasks(tmp_path
         entries = make_plan(gateway, *tasks)
         if guest_writes:
             gateway.machine("web").state["k"] = "v"
-        state = new_state()
+        state = make_initial_state()
         results = [apply_task(client, task, *entries, state=state) for task in tasks]
         assert [result["changed"] for result in results] == [guest_writes, True], results
     finally:

@@ -30,7 +30,7 @@ from ansible_collections.grove.sandbox.plugins.plugin_utils import _stream
     ],
 )
 def test_exit_codes_are_those_of_a_shell(end_event: dict[str, Any], code: int) -> None:
-    assert _stream._exit_code(end_event) == code
+    assert _stream._parse_exit_code(end_event) == code
 
 
 @pytest.mark.parametrize("path", ["/a b", "/q'\"&=?#%41+;", "/grün/日本", "/line\nbreak", "/not-utf8-\udcff"])
@@ -81,11 +81,15 @@ def test_output_is_decoded() -> None:
     [
         (make_frames(START_FRAME, OUTPUT_FRAME), "was closed", "unreachable"),
         (make_frames(START_FRAME, OUTPUT_FRAME, END_FRAME)[:-3], "was closed", "unreachable"),
-        (make_frames(START_FRAME, OUTPUT_FRAME, (2, b"{}")), "did not report the exit code", _stream.INSIDE_KIND),
+        (
+            make_frames(START_FRAME, OUTPUT_FRAME, (2, b"{}")),
+            "did not report the exit code",
+            _stream.AGENT_FAILURE_KIND,
+        ),
         (
             make_frames((2, b'{"error":{"code":"internal","message":"no such user"}}')),
             "no such user",
-            _stream.INSIDE_KIND,
+            _stream.AGENT_FAILURE_KIND,
         ),
     ],
 )
@@ -98,8 +102,8 @@ def test_truncated_or_invalid_output_raises_a_failure(data: bytes, message: str,
 @pytest.mark.parametrize(
     ("failure", "is_killed"),
     [
-        (Failure("process 7 has closed its input", _stream.INSIDE_KIND, status=400), False),
-        (Failure("process 7 is not reading its input", _stream.INSIDE_KIND, status=504), True),
+        (Failure("process 7 has closed its input", _stream.AGENT_FAILURE_KIND, status=400), False),
+        (Failure("process 7 is not reading its input", _stream.AGENT_FAILURE_KIND, status=504), True),
         (Failure("gone", "unreachable"), True),
     ],
     ids=["closed", "not read", "unreachable"],
@@ -131,7 +135,7 @@ def test_the_agent_confirms_the_input() -> None:
     start_frame_with_input = (0, json.dumps({"event": {"start": {"pid": 7, "input": True}}}).encode())
     for start_frame, is_accepted in ((START_FRAME, False), (start_frame_with_input, True)):
         process = make_process(make_frames(start_frame, END_FRAME, (2, b"{}")))
-        assert list(process.output()) and process.input_accepted is is_accepted
+        assert list(process.output()) and process.is_input_accepted is is_accepted
 
 
 def test_broken_connections_are_described() -> None:
@@ -142,7 +146,7 @@ def test_broken_connections_are_described() -> None:
         (ConnectionResetError(), "was closed"),
         (BrokenPipeError(), "was closed"),
     ):
-        failure = channel.connection_lost_error("POST /files", error)
+        failure = channel.create_connection_lost_error("POST /files", error)
         assert message in failure.message and failure.kind == "unreachable"
 
 

@@ -10,8 +10,8 @@ import pytest
 import yaml
 from ansible_collections.grove.sandbox.plugins.module_utils._client import PLANNED_ID_PREFIX
 from ansible_collections.grove.sandbox.plugins.module_utils._info import Listing
-from ansible_collections.grove.sandbox.plugins.module_utils._module import argument_spec
-from ansible_collections.grove.sandbox.plugins.module_utils._run import CONDITIONS
+from ansible_collections.grove.sandbox.plugins.module_utils._module import make_argument_spec
+from ansible_collections.grove.sandbox.plugins.module_utils._run import CONDITIONAL_OPTIONS
 
 from tests.collection.predictions import RESOURCE_KINDS
 from tests.support.session import REPOSITORY
@@ -71,12 +71,12 @@ def find_differences(
 
 @pytest.mark.parametrize("module", MODULE_PATHS, ids=lambda module: module.stem)
 def test_documented_options_are_accepted(module: Path) -> None:
-    assert not find_differences(list_documented_options(module), argument_spec(RESOURCE_KINDS[module.stem]))
+    assert not find_differences(list_documented_options(module), make_argument_spec(RESOURCE_KINDS[module.stem]))
 
 
 def test_differences_are_detected() -> None:
     documented_options = list_documented_options(PLUGIN_DIRECTORY / "modules" / "sandbox_fork.py")
-    accepted_options = argument_spec(RESOURCE_KINDS["sandbox_fork"])
+    accepted_options = make_argument_spec(RESOURCE_KINDS["sandbox_fork"])
     del documented_options["timeout"], accepted_options["count"]
     accepted_options["exact"]["default"] = None
     accepted_options["state"]["choices"] = ["present"]
@@ -105,7 +105,7 @@ def test_the_check_mode_attribute_names_each_exception(module: Path) -> None:
     attribute = load_documentation(module).get("attributes", {}).get("check_mode", {"support": "full"})
     details = " ".join(attribute.get("details", ()))
     resource_kind = RESOURCE_KINDS[module.stem]
-    conditions = [option for option in CONDITIONS if option in resource_kind.ARGUMENTS]
+    conditions = [option for option in CONDITIONAL_OPTIONS if option in resource_kind.ARGUMENTS]
     has_unpredicted_failures = list_unpredicted_failures()[module.stem] > 0
     assert all(f"O({option}=true)" in details for option in conditions)
     assert ("are not predicted" in details) is has_unpredicted_failures

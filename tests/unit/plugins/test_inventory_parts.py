@@ -62,19 +62,22 @@ def test_numbers_in_filters_match_text() -> None:
     ["all", "ungrouped", "localhost", "127.0.0.1", "::1", MALICIOUS_EXPRESSION, "a b", "", "-x", "a\nb", "web[1:3]"],
 )
 def test_names_with_a_special_meaning_are_replaced_by_ids(name: str) -> None:
-    assert _inventory.host_name(make_sandbox(name=name), "name", "east") == "0123456789ab"
-    assert _inventory.host_name(make_sandbox(name=name), "name_gateway", "east") == "0123456789ab.east"
+    assert _inventory.make_host_name(make_sandbox(name=name), "name", "east") == "0123456789ab"
+    assert _inventory.make_host_name(make_sandbox(name=name), "name_gateway", "east") == "0123456789ab.east"
 
 
 def test_host_names_follow_the_hostname_option() -> None:
-    assert _inventory.host_name(make_sandbox(), "name", "east") == "web"
-    assert _inventory.host_name(make_sandbox(), "id", "east") == "0123456789ab"
-    assert _inventory.host_name(make_sandbox(), "name_gateway", "east") == "web.east"
-    assert _inventory.host_name(make_sandbox(name="state_running"), "name", "east", {"state_running"}) == "0123456789ab"
+    assert _inventory.make_host_name(make_sandbox(), "name", "east") == "web"
+    assert _inventory.make_host_name(make_sandbox(), "id", "east") == "0123456789ab"
+    assert _inventory.make_host_name(make_sandbox(), "name_gateway", "east") == "web.east"
+    assert (
+        _inventory.make_host_name(make_sandbox(name="state_running"), "name", "east", {"state_running"})
+        == "0123456789ab"
+    )
 
 
 def test_groups_follow_the_requested_groupings() -> None:
-    group_names = _inventory.groups_of(make_sandbox(metadata={"team": "blue", "empty": ""}), "east", ALL_GROUPINGS)
+    group_names = _inventory.list_groups(make_sandbox(metadata={"team": "blue", "empty": ""}), "east", ALL_GROUPINGS)
     assert group_names == [
         "template_base",
         "head_golden",
@@ -83,24 +86,26 @@ def test_groups_follow_the_requested_groupings() -> None:
         "metadata_empty",
         "gateway_east",
     ]
-    assert _inventory.groups_of(make_sandbox(), "east", ["state"]) == ["state_running"]
-    assert _inventory.groups_of(make_sandbox(head=""), "east", ["head"]) == []
+    assert _inventory.list_groups(make_sandbox(), "east", ["state"]) == ["state_running"]
+    assert _inventory.list_groups(make_sandbox(head=""), "east", ["head"]) == []
 
 
 def test_variables_contain_no_key() -> None:
     gateway = Gateway(
         "https://a.example", token="very-secret-key", ca_path="/ca.pem", validate_certs=False, name="east"
     )
-    variables = _inventory.variables_of(make_sandbox(), gateway, "")
+    variables = _inventory.make_host_variables(make_sandbox(), gateway, "")
     assert variables["ansible_host"] == "0123456789ab" and variables["ansible_connection"] == "grove.sandbox.sandbox"
     assert variables["ansible_sandbox_gateway_url"] == "https://a.example"
     assert variables["ansible_sandbox_ca_path"] == "/ca.pem" and variables["ansible_sandbox_validate_certs"] is False
     assert variables["ansible_python_interpreter"] == "/usr/bin/python3"
     assert variables["grove_sandbox"]["gateway"] == "east"
     assert "very-secret-key" not in str(variables)
-    assert "ansible_python_interpreter" not in _inventory.variables_of(make_sandbox(backend="jail_zfs"), gateway, "")
-    assert _inventory.variables_of(make_sandbox(), gateway, "/opt/py")["ansible_python_interpreter"] == "/opt/py"
-    default_variables = _inventory.variables_of(make_sandbox(), Gateway("unix:///x", token_file="/key"), "")
+    assert "ansible_python_interpreter" not in _inventory.make_host_variables(
+        make_sandbox(backend="jail_zfs"), gateway, ""
+    )
+    assert _inventory.make_host_variables(make_sandbox(), gateway, "/opt/py")["ansible_python_interpreter"] == "/opt/py"
+    default_variables = _inventory.make_host_variables(make_sandbox(), Gateway("unix:///x", token_file="/key"), "")
     assert default_variables["ansible_sandbox_gateway_token_file"] == "/key"
     assert not {"ansible_sandbox_ca_path", "ansible_sandbox_validate_certs"} & default_variables.keys()
 

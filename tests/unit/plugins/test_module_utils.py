@@ -12,10 +12,10 @@ from ansible_collections.grove.sandbox.plugins.module_utils._plan import (
     Change,
     diff,
     keep_common_keys,
+    make_temporary_name,
     normalize_networks,
     predict,
     stringify_values,
-    temporary_name,
     validate_names,
 )
 from ansible_collections.grove.sandbox.plugins.module_utils._run import MASK, find_secrets, mask_secrets
@@ -54,8 +54,8 @@ def test_invalid_names_are_refused(name: str) -> None:
 
 def test_the_temporary_name_is_valid() -> None:
     for name in ("a", "n" * 64):
-        assert validate_names([temporary_name(name, "0123456789ab")], "sandbox")
-    assert temporary_name("a", "0123456789ab") != temporary_name("a", "ffffffffffff")
+        assert validate_names([make_temporary_name(name, "0123456789ab")], "sandbox")
+    assert make_temporary_name("a", "0123456789ab") != make_temporary_name("a", "ffffffffffff")
 
 
 def test_a_diff_shows_the_first_and_the_last_state() -> None:

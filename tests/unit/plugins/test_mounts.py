@@ -58,7 +58,7 @@ def test_mounts_are_sorted_and_repeated_volumes_are_refused() -> None:
     mount_options = [{"name": "b", "path": "/srv/b/", "read_only": True}, {"name": "a", "path": "/srv/a"}]
     mounts = parse_mounts(mount_options)
     assert mounts is not None
-    assert [mount.view() for mount in mounts] == [
+    assert [mount.make_view() for mount in mounts] == [
         {"name": "a", "path": "/srv/a", "read_only": False},
         {"name": "b", "path": "/srv/b", "read_only": True},
     ]

@@ -15,7 +15,7 @@ import pytest
 from ansible_collections.grove.sandbox.plugins.module_utils import _failure, _snapshot
 from ansible_collections.grove.sandbox.plugins.module_utils._client import Client
 from ansible_collections.grove.sandbox.plugins.module_utils._plan import Action
-from ansible_collections.grove.sandbox.plugins.module_utils._snapshot_files import new_file
+from ansible_collections.grove.sandbox.plugins.module_utils._snapshot_files import new_file_opened
 
 from sandbox_gateway.cli import client as cli_client
 from sandbox_gateway.cli import failure as cli_failure
@@ -37,7 +37,7 @@ def partial_path(tmp_path: Path) -> Path:
     return tmp_path / ".file.partial"
 
 
-@pytest.fixture(params=[new_file, snapshot_files._output_opened], ids=["module", "sandboxctl"])
+@pytest.fixture(params=[new_file_opened, snapshot_files._output_opened], ids=["module", "sandboxctl"])
 def open_file(request: pytest.FixtureRequest) -> OpenFile:
     opener: OpenFile = request.param
     return opener

@@ -60,7 +60,7 @@ def make_document(
 
 def write_signed_file(path: Path, document: Any) -> str:
     """Write a document with the correct digest, whatever it contains."""
-    signed_document = {**document, "digest": _plan_file.digest(document)}
+    signed_document = {**document, "digest": _plan_file.compute_digest(document)}
     path.write_text(json.dumps(signed_document, sort_keys=True, separators=(",", ":")) + "\n")
     return str(path)
 
@@ -71,7 +71,11 @@ def test_a_plan_is_made_from_journal_entries() -> None:
     assert "gateway_url" not in document["entries"][0] and "gateway_url" in ENTRY
     assert document["created_at"] == NOW.strftime("%Y-%m-%dT%H:%M:%SZ")
     assert document["expires_at"] == (NOW + timedelta(days=1)).strftime("%Y-%m-%dT%H:%M:%SZ")
-    assert document["digest"] == _plan_file.digest(document) != _plan_file.digest({**document, "playbooks": []})
+    assert (
+        document["digest"]
+        == _plan_file.compute_digest(document)
+        != _plan_file.compute_digest({**document, "playbooks": []})
+    )
 
 
 @pytest.mark.parametrize("lifetime_seconds", [0, -5, 365 * 86400 + 1, 10**30])
@@ -133,7 +137,7 @@ def test_a_plan_expires_until_a_run_has_begun_to_apply_it(
     monkeypatch.setattr(_plan_file, "datetime", Tomorrow)
     with pytest.raises(Failure, match=r"expired at"):
         _plan_journal.load_applied_plan()
-    with _plan_journal.approved(document, {"host": "localhost", "path": "play.yml:1"}):
+    with _plan_journal.task_approved(document, {"host": "localhost", "path": "play.yml:1"}):
         pass
     assert _plan_journal.load_applied_plan() == document
 

@@ -212,7 +212,7 @@ def test_predictions_are_correct_and_runs_are_idempotent(
 def run_task(client: Client, kind: str, params: dict[str, Any], *, check: bool = False) -> dict[str, Any]:
     options = {name: value for name, value in params.items() if value is not None}
     return run(
-        RESOURCE_KINDS[kind], {**get_default_options(RESOURCE_KINDS[kind]), **options}, check=check, client=client
+        RESOURCE_KINDS[kind], {**get_default_options(RESOURCE_KINDS[kind]), **options}, check_mode=check, client=client
     )
 
 

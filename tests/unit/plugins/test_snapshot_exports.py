@@ -41,9 +41,9 @@ def plan_export(path: Path, *, memory: str = "full") -> tuple[Action, ...]:
         "memory": memory,
     }
     options = {name: option.get("default") for name, option in _snapshot.ARGUMENTS.items()}
-    desired_state = _snapshot.desired_state({**options, "name": ["golden"], "export_to": str(path)})
+    parse_desired_state = _snapshot.parse_desired_state({**options, "name": ["golden"], "export_to": str(path)})
     current_state = _snapshot.CurrentState({"golden": snapshot}, file=read_snapshot_file(str(path)))
-    plan = _snapshot.plan(desired_state, current_state)
+    plan = _snapshot.plan(parse_desired_state, current_state)
     assert not plan.failures
     return tuple(plan.actions)
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from ansible_collections.grove.sandbox.plugins.module_utils._failure import Failure
 from ansible_collections.grove.sandbox.plugins.module_utils._snapshot_files import (
-    new_file,
+    new_file_opened,
     read_head,
     read_pieces,
     read_snapshot_file,
@@ -65,16 +65,16 @@ def test_other_files_are_refused(path: Path, contents: bytes, message: str) -> N
 def test_a_directory_is_refused(tmp_path: Path) -> None:
     with pytest.raises(Failure, match="cannot be read"):
         read_snapshot_file(str(tmp_path))
-    with pytest.raises(Failure, match="cannot be written"), new_file(str(tmp_path / "no" / "file")):
+    with pytest.raises(Failure, match="cannot be written"), new_file_opened(str(tmp_path / "no" / "file")):
         pass
 
 
 def test_a_file_gets_its_final_name_when_it_is_complete(path: Path) -> None:
-    with pytest.raises(Failure, match="lost"), new_file(str(path)) as write:
+    with pytest.raises(Failure, match="lost"), new_file_opened(str(path)) as write:
         write(b"half")
         raise Failure("the connection was lost")
     assert path.read_bytes() == FILE and [*path.parent.iterdir()] == [path]
-    with new_file(str(path)) as write:
+    with new_file_opened(str(path)) as write:
         write(OTHER_FILE)
     assert path.read_bytes() == OTHER_FILE and path.stat().st_mode & 0o777 == 0o600
     assert [*path.parent.iterdir()] == [path]

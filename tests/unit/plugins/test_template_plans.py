@@ -7,12 +7,12 @@ from typing import Any
 import pytest
 from ansible_collections.grove.sandbox.plugins.module_utils import _template
 from ansible_collections.grove.sandbox.plugins.module_utils._plan import Plan, diff, predict
-from ansible_collections.grove.sandbox.plugins.module_utils._shapes import RECIPE_FIELDS, template_shape
+from ansible_collections.grove.sandbox.plugins.module_utils._shapes import RECIPE_FIELDS, make_template_shape
 
 
 def make_plan(template: dict[str, Any], **options: Any) -> Plan:
-    desired_state = _template.desired_state(make_parameters(**options))
-    return _template.plan(desired_state, _template.CurrentState({"web": template_shape(template)}))
+    desired_state = _template.parse_desired_state(make_parameters(**options))
+    return _template.plan(desired_state, _template.CurrentState({"web": make_template_shape(template)}))
 
 
 def make_parameters(**options: Any) -> dict[str, Any]:
@@ -21,7 +21,7 @@ def make_parameters(**options: Any) -> dict[str, Any]:
 
 def make_template(**fields: Any) -> dict[str, Any]:
     """Return the gateway's description of a template with the default recipe. ``fields``: additional fields."""
-    options = _template.desired_state(make_parameters()).recipe
+    options = _template.parse_desired_state(make_parameters()).recipe
     recipe = {field: options[option] for option, field in RECIPE_FIELDS.items()}
     return {"templateID": "0" * 12, "names": ["web"], "buildStatus": "ready", "recipe": recipe, **fields}
 
@@ -74,7 +74,7 @@ def test_a_different_prewarm_count_changes_only_the_count() -> None:
     assert {
         key for key, value in template_diff["before"]["web"].items() if template_diff["after"]["web"][key] != value
     } == {"prewarm"}
-    shape = template_shape(current_template)
+    shape = make_template_shape(current_template)
     assert predict({"web": shape}, [action])["web"] == {**shape, "prewarm": 3}
 
 

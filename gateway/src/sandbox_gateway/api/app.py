@@ -56,7 +56,7 @@ _health_router = APIRouter(tags=["gateway"])
     summary="Check that the gateway is running. Needs no key; with one, also shows how much room the host has",
     response_model_exclude_none=True,
 )
-async def health(request: Request, engine: EngineDep) -> HealthShape:
+async def check_health(request: Request, engine: EngineDep) -> HealthShape:
     gateway_id = room = slow_command_shapes = None
     storage_commands = engine.host.storage_commands()
     slow_commands = storage_commands.slow_commands if storage_commands else []

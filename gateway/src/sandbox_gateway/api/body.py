@@ -15,7 +15,7 @@ MAX_FORKS = 1000
 _MAX_SECONDS = 3_153_600_000
 
 
-def _parse_never(value: object) -> object:
+def _convert_never_to_none(value: object) -> object:
     """Return None for -1, which means never in both dialects, and any other value unchanged."""
     if isinstance(value, bool):
         raise ValueError("must be a number of seconds, or -1 for never")
@@ -24,7 +24,7 @@ def _parse_never(value: object) -> object:
 
 AnyRef = Annotated[str, Field(min_length=1, max_length=MAX_REF_LENGTH)]
 Seconds = Annotated[float, Field(ge=0, le=_MAX_SECONDS, allow_inf_nan=False)]
-Timeout = Annotated[Seconds | None, BeforeValidator(_parse_never)]
+Timeout = Annotated[Seconds | None, BeforeValidator(_convert_never_to_none)]
 """Seconds from now until the sandbox ends; null or -1: never."""
 TIMEOUT_FIELD = Field(
     None, description="Seconds from now; -1 or null: never. Absent: the host's default, or no change."
@@ -35,31 +35,32 @@ TIMEOUT_FIELD = Field(
 class Refusal:
     """The refusal of an unsupported field, because a caller that sets the field expects it to take effect.
 
-    ``reason`` completes the sentence "FIELD: not supported, ..." and says what to do instead. ``accepted`` contains the
-    values that are accepted because they have no effect; null is always accepted.
+    ``reason`` completes the sentence "FIELD: not supported, ..." and says what to do instead.
+    ``accepted_values`` have no effect; null is always accepted.
     """
 
     reason: str
-    accepted: tuple[Any, ...] = (False, "", [], {})
+    accepted_values: tuple[Any, ...] = (False, "", [], {})
 
     def accepts(self, value: object) -> bool:
-        return value is None or value in self.accepted
+        return value is None or value in self.accepted_values
 
 
 class Body(BaseModel):
     """A request body.
 
     Unknown fields are ignored, as the dialects' clients expect. The module ``unknown_fields`` warns about them, and
-    refuses the fields in ``refused``. ``ignored`` and ``refused`` contain the JSON names of fields.
-    tests/sdk/test_fields.py compares the fields with those of the published clients, and generates the tables in docs/.
+    refuses the fields in ``refused_fields``. ``ignored_fields`` and ``refused_fields`` contain the JSON names of
+    fields. tests/sdk/test_fields.py compares the fields with those of the published clients, and generates the tables
+    in docs/.
     """
 
     model_config = ConfigDict(extra="ignore", populate_by_name=True)
-    ignored: ClassVar[Mapping[str, str]] = {}
+    ignored_fields: ClassVar[Mapping[str, str]] = {}
     """Fields that known clients send and that are ignored without a warning, with the reason."""
-    refused: ClassVar[Mapping[str, Refusal]] = {}
+    refused_fields: ClassVar[Mapping[str, Refusal]] = {}
     """Fields of known clients that the gateway does not support."""
 
-    def value_or_unset(self, field: str) -> Any:
+    def get_value_or_unset(self, field: str) -> Any:
         """Return the value of ``field``, or UNSET if the caller did not send it."""
         return getattr(self, field) if field in self.model_fields_set else UNSET

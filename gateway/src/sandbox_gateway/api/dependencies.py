@@ -6,7 +6,7 @@ from typing import Annotated
 
 from fastapi import Depends, Header, Path, Request
 
-from sandbox_gateway.api.access.auth import Permission, applied_run_of, caller_of, plan_of, runs_code
+from sandbox_gateway.api.access.auth import Permission, get_applied_run_id, get_caller, get_plan_id, runs_code
 from sandbox_gateway.engine.engine import Engine
 from sandbox_gateway.engine.own_changes import own_changes
 from sandbox_gateway.engine.plans.host import may_read_sources
@@ -23,10 +23,10 @@ async def _get_engine(request: Request) -> Engine:
 
     Raises NotFound, Unsupported, OverQuota.
     """
-    plan_id = plan_of(request.scope)
-    if run_id := applied_run_of(request.scope):
+    plan_id = get_plan_id(request.scope)
+    if run_id := get_applied_run_id(request.scope):
         runs: AppliedRuns = request.app.state.applied_runs
-        own_changes.set(runs.get(caller_of(request.scope).name, run_id).changes)
+        own_changes.set(runs.get(get_caller(request.scope).name, run_id).changes)
     if not plan_id:
         engine: Engine = request.app.state.engine
         return engine
@@ -36,12 +36,12 @@ async def _get_engine(request: Request) -> Engine:
             "the session"
         )
     sessions: PlanSessions = request.app.state.plans
-    session = sessions.get(caller_of(request.scope).name, plan_id)
+    session = sessions.get(get_caller(request.scope).name, plan_id)
     # The parsed strings of a body take up to four times its size. Builds keep them even if they fail.
     sessions.charge(session, 4 * len(await request.body()))
     id_source.set(session.new_id)
     own_changes.set(session.changes)
-    may_read_sources.set(caller_of(request.scope).permission >= Permission.ADMIN)
+    may_read_sources.set(get_caller(request.scope).permission >= Permission.ADMIN)
     return session.engine
 
 

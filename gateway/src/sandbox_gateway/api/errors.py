@@ -201,7 +201,7 @@ class ErrorMiddleware:
         except Exception as error:
             incident_id = secrets.token_hex(4)
             log.error(
-                "internal error", exc_info=True, incident=incident_id, method=_method_of(scope), path=scope["path"]
+                "internal error", exc_info=True, incident=incident_id, method=_get_method(scope), path=scope["path"]
             )
             if status:
                 raise ConnectionError(f"incident {incident_id}") from error
@@ -211,7 +211,7 @@ class ErrorMiddleware:
 
     def _record_request(self, scope: Scope, status: int, seconds: float) -> None:
         route = getattr(scope.get("route"), "path", "") or scope.get("sandbox_gateway.route", "other")
-        method = _method_of(scope)
+        method = _get_method(scope)
         self.metrics.record_request(method, route, status, seconds)
         caller = scope.get("sandbox_gateway.caller")
         log_request = log.debug if method in ("GET", "HEAD") and status < 500 else log.info
@@ -234,7 +234,7 @@ def _check_framing(scope: Scope) -> None:
         raise AmbiguousFraming(f"Content-Length has more than {_MAX_LENGTH_DIGITS} digits: send the length of the body")
 
 
-def _method_of(scope: Scope) -> str:
+def _get_method(scope: Scope) -> str:
     method: str = scope.get("method", "GET")
     return method
 

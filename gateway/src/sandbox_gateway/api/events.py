@@ -20,7 +20,7 @@ HEARTBEAT_SECONDS = 15
 
 
 @router.get("/events", summary="Stream server-sent events for all changes", response_class=StreamingResponse)
-async def events(
+async def stream_events(
     request: Request,
     engine: EngineDep,
     operation: Annotated[str, Query(max_length=64, description="Only events of this X-Operation-Id")] = "",
@@ -68,7 +68,7 @@ async def _stream_events(source: Events, operation: str, closing: asyncio.Event)
 
 
 def render(event: Event) -> str:
-    data = {"at": event.at, **event.data}
+    data = {"at": event.time, **event.data}
     return f"event: {event.type}\ndata: {json.dumps(data, default=_to_text)}\n\n"
 
 

@@ -107,7 +107,7 @@ class Metrics:
         if room.memory_disk is not None:
             self._free_gauge.labels("memory_root").set(room.memory_disk.free)
             self._total_gauge.labels("memory_root").set(room.memory_disk.total)
-        self._stalled_gauge.set(len(report.stalled))
+        self._stalled_gauge.set(len(report.stalled_ids))
 
     def record_connection_end(self, reason: str) -> None:
         self._connection_end_counter.labels(reason).inc()
@@ -176,7 +176,7 @@ class _Inventory(Collector):
                 "Commands of ZFS that hang, or have been running for an unusually long time.",
                 len(commands.slow_commands),
             )
-        usage_sums = sum_samples(self._engine.loads.list_current())
+        usage_sums = sum_samples(self._engine.loads.list_current_samples())
         yield GaugeMetricFamily("sandbox_gateway_used_cpus", "CPUs that running sandboxes use.", usage_sums["cpus"])
         for resource in ("memory", "disk"):
             yield GaugeMetricFamily(

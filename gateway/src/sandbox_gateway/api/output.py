@@ -18,12 +18,12 @@ from starlette.datastructures import Headers
 from starlette.responses import Response, StreamingResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from sandbox_gateway.api.access.auth import caller_of, is_local
+from sandbox_gateway.api.access.auth import get_caller, is_local
 from sandbox_gateway.errors import Busy, OutputLost
 
 Output = bytes | str
 MAX_UNSENT_BYTES = 512 << 20
-"""Maximum memory for all large responses to clients with keys that have not received them completely.
+"""Maximum memory for all large responses that clients with keys have not completely received.
 
 One key can use half of it, so that it does not prevent others from running commands. In addition, the Unix
 socket can use as much as one key.
@@ -38,10 +38,10 @@ _MAX_UNSPLIT_BYTES = 16 << 10
 _LARGE_RESPONSE_TYPE = "sandbox_gateway.large_response"
 """The type of the ASGI message that a response sends to pass itself to ``LargeResponseMiddleware``."""
 _unsent_bytes: Counter[str] = Counter()
-"""The size of the responses that count as unsent, by the owner of the limit, worded as in error messages."""
+"""The total size of the unsent responses, by the owner of the limit. Error messages contain these keys."""
 
 
-def respond(sandbox: str, fields: Mapping[str, Output | int | bool | None]) -> Response:
+def build_response(sandbox: str, fields: Mapping[str, Output | int | bool | None]) -> Response:
     """Return a response with ``fields`` as a JSON object. Bytes are decoded as UTF-8, with invalid ones replaced.
 
     ``sandbox``: the id of the sandbox.
@@ -142,7 +142,7 @@ def _choose_limits(response: _LargeResponse, scope: Scope) -> dict[str, int]:
     if is_local(scope):
         return {"over the Unix socket": MAX_UNSENT_BYTES // 2}
     limits = {f"of sandbox {response.sandbox}": MAX_UNSENT_BYTES_PER_SANDBOX} if response.sandbox else {}
-    return limits | {f"to caller {caller_of(scope).name!r}": MAX_UNSENT_BYTES // 2, "to all keys": MAX_UNSENT_BYTES}
+    return limits | {f"to caller {get_caller(scope).name!r}": MAX_UNSENT_BYTES // 2, "to all keys": MAX_UNSENT_BYTES}
 
 
 def _split(bodies: Sequence[bytes]) -> Iterator[bytes]:

@@ -45,7 +45,7 @@ class _FieldPath:
 
 @dataclass(frozen=True)
 class RefusedField(_FieldPath):
-    """A field in ``Body.refused`` with a value that is not accepted."""
+    """A field in ``Body.refused_fields`` with a value that is not accepted."""
 
     reason: str
 
@@ -97,8 +97,8 @@ CheckFields = Depends(_check_fields)
 def find_unknown_fields(model: type[Body], data: Any) -> Iterator[UnknownField]:
     """Yield the fields of ``data`` and its nested objects that neither ``model`` nor any known client has."""
     for owner, prefix, name, _ in _walk(model, data):
-        if name not in fields_of(owner) and name not in owner.ignored and find_refusal(owner, name) is None:
-            yield UnknownField(f"{prefix}{name}", _find_similar(name, owner))
+        if name not in get_fields(owner) and name not in owner.ignored_fields and find_refusal(owner, name) is None:
+            yield UnknownField(f"{prefix}{name}", _find_similar_name(name, owner))
 
 
 def find_refused_fields(model: type[Body], data: Any) -> Iterator[RefusedField]:
@@ -110,15 +110,15 @@ def find_refused_fields(model: type[Body], data: Any) -> Iterator[RefusedField]:
 
 
 def find_refusal(model: type[Body], name: str) -> Refusal | None:
-    """Return the entry of ``model.refused`` for the field ``name``, which may be in snake_case, or None."""
-    return model.refused.get(name) or model.refused.get(_map_snake_names(model).get(name, ""))
+    """Return the entry of ``model.refused_fields`` for the field ``name``, which may be in snake_case, or None."""
+    return model.refused_fields.get(name) or model.refused_fields.get(_map_snake_names(model).get(name, ""))
 
 
 def _walk(model: type[Body], data: Any, prefix: str = "") -> Iterator[tuple[type[Body], str, str, Any]]:
     """Yield (model, prefix of the path, name, value) for each field of ``data`` and its nested objects."""
     if not isinstance(data, dict):
         return
-    fields = fields_of(model)
+    fields = get_fields(model)
     for name, value in data.items():
         yield model, prefix, name, value
         nested_model = fields.get(name)
@@ -134,11 +134,11 @@ def _walk(model: type[Body], data: Any, prefix: str = "") -> Iterator[tuple[type
 @cache
 def _map_snake_names(model: type[Body]) -> dict[str, str]:
     """Return a map from the snake_case name to the JSON name of each refused field."""
-    return {_CAPITALS_PATTERN.sub(lambda match: f"_{match[0].lower()}", name): name for name in model.refused}
+    return {_CAPITALS_PATTERN.sub(lambda match: f"_{match[0].lower()}", name): name for name in model.refused_fields}
 
 
 @cache
-def fields_of(model: type[Body]) -> dict[str, type[Body] | None]:
+def get_fields(model: type[Body]) -> dict[str, type[Body] | None]:
     """Return every field name that ``model`` accepts, with the model of its nested objects, or None."""
     fields: dict[str, type[Body] | None] = {}
     for name, field in model.model_fields.items():
@@ -157,7 +157,7 @@ def find_model(annotation: Any) -> type[Body] | None:
     return next((model for arg in get_args(annotation) if (model := find_model(arg))), None)
 
 
-def _find_similar(name: str, model: type[Body]) -> str:
+def _find_similar_name(name: str, model: type[Body]) -> str:
     name_by_normal_form = {
         _normalize(field_name): field_name
         for field_name in (field.alias or key for key, field in model.model_fields.items())

@@ -36,7 +36,7 @@ gateway.register(app)
 
 
 @app.callback(invoke_without_command=True)
-def _root(
+def _handle_global_options(
     ctx: typer.Context,
     url: Annotated[
         str,

@@ -50,7 +50,7 @@ class Client:
         return self._call_with_headers(method, route, body, params, headers)[0]
 
     def get(self, route: str, **params: Any) -> Any:
-        return self.call("GET", route, params=_remove_empty(params))
+        return self.call("GET", route, params=_remove_empty_params(params))
 
     def get_all(self, route: str, **params: Any) -> list[Any]:
         """Return the items of all pages of a list."""
@@ -58,7 +58,7 @@ class Client:
         next_token = ""
         while True:
             page, headers = self._call_with_headers(
-                "GET", route, None, _remove_empty({**params, "limit": 1000, "nextToken": next_token})
+                "GET", route, None, _remove_empty_params({**params, "limit": 1000, "nextToken": next_token})
             )
             items += page
             next_token = headers.get("x-next-token", "")
@@ -69,7 +69,7 @@ class Client:
         """Yield the lines of a response as they arrive, over a connection of its own."""
         connection = self._address.create_connection()
         try:
-            response = self._request(connection, "GET", route, None, _remove_empty(params))
+            response = self._request(connection, "GET", route, None, _remove_empty_params(params))
             if not 200 <= response.status < 300:
                 raise create_failure_from_response(response.status, _parse(self._read(response)))
             while line := self._read(response, line=True):
@@ -84,7 +84,7 @@ class Client:
         """
         connection = self._address.create_connection()
         try:
-            response = self._request(connection, "GET", route, None, _remove_empty(params))
+            response = self._request(connection, "GET", route, None, _remove_empty_params(params))
             if not 200 <= response.status < 300:
                 raise create_failure_from_response(response.status, _parse(self._read(response)))
             while piece := self._read(response, size=_PIECE_BYTES):
@@ -98,7 +98,7 @@ class Client:
         try:
             self._connect(connection)
             try:
-                connection.putrequest("POST", self._build_target(route, _remove_empty(params)))
+                connection.putrequest("POST", self._build_target(route, _remove_empty_params(params)))
                 for name, value in {**self._headers, "Transfer-Encoding": "chunked"}.items():
                     connection.putheader(name, value)
                 connection.endheaders()
@@ -303,7 +303,7 @@ def _format_param(value: Any) -> str | list[str]:
     return str(value).lower() if isinstance(value, bool) else str(value)
 
 
-def _remove_empty(params: Mapping[str, Any]) -> dict[str, Any]:
+def _remove_empty_params(params: Mapping[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in params.items() if value not in (None, "", False, [])}
 
 

@@ -13,7 +13,7 @@ import sys
 from sandbox_gateway.cli import quick
 from sandbox_gateway.cli.failure import ExitCode, Failure
 
-_EXIT_INTERRUPTED = 130
+_INTERRUPTED_EXIT_CODE = 130
 
 
 def main() -> None:
@@ -38,7 +38,7 @@ def main() -> None:
         sys.stdout = None
         sys.exit(ExitCode.FAILED)
     except KeyboardInterrupt:
-        sys.exit(_EXIT_INTERRUPTED)
+        sys.exit(_INTERRUPTED_EXIT_CODE)
 
 
 if __name__ == "__main__":

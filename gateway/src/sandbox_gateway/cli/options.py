@@ -58,7 +58,7 @@ BestEffort = Annotated[bool, typer.Option("--best-effort", help="Create as many 
 
 @dataclass
 class SandboxOptions:
-    """The options of a command that creates sandboxes; ``body`` returns the fields of the request."""
+    """The options of a command that creates sandboxes; ``build_body`` returns the fields of the request."""
 
     cpus: int | None = None
     memory: str = ""

@@ -94,7 +94,7 @@ def _replace_planned_ids(plan: Plan) -> list[Entry]:
             suffix = f"#{count}" if (count := counts[entry.gateway, name]) > 1 else ""
             new_ids[entry.gateway, planned_id] = f"{PLANNED_ID_PREFIX}{name}{suffix}"
 
-    def replace_in(entry: Entry) -> Entry:
+    def replace_ids(entry: Entry) -> Entry:
         def replace(match: re.Match[str]) -> str:
             return new_ids.get((entry.gateway, match[0]), match[0])
 
@@ -105,7 +105,7 @@ def _replace_planned_ids(plan: Plan) -> list[Entry]:
         fields = _map_texts(entry.model_dump(exclude={"created"}), convert)
         return Entry.model_validate({**fields, "created": entry.created})
 
-    return [replace_in(entry) for entry in entries]
+    return [replace_ids(entry) for entry in entries]
 
 
 def _map_texts(value: Any, convert: Callable[[str], str]) -> Any:
@@ -132,12 +132,14 @@ def _identify_task(entry: Entry) -> _Identity:
     return entry.host, entry.gateway, entry.task
 
 
-def _identify_change(planned: PlannedChange) -> _Identity:
-    return planned.entry.gateway, planned.change.kind, planned.change.name, planned.verb
+def _identify_change(planned_change: PlannedChange) -> _Identity:
+    return planned_change.entry.gateway, planned_change.change.kind, planned_change.change.name, planned_change.verb
 
 
 def _list_changes(entries: Iterable[Entry]) -> dict[_Identity, PlannedChange]:
-    return _identify((planned for entry in entries for planned in iterate_changes(entry)), _identify_change)
+    return _identify(
+        (planned_change for entry in entries for planned_change in iterate_changes(entry)), _identify_change
+    )
 
 
 def _find_differences(
@@ -159,8 +161,8 @@ def _find_differences(
 def _compare_changes(
     old: Mapping[_Identity, PlannedChange], new: Mapping[_Identity, PlannedChange]
 ) -> Iterator[ChangeDifference]:
-    for side, planned, properties in _find_differences(old, new, _list_change_properties):
-        yield ChangeDifference(side, planned, properties)
+    for side, planned_change, properties in _find_differences(old, new, _list_change_properties):
+        yield ChangeDifference(side, planned_change, properties)
 
 
 def _list_change_properties(old: PlannedChange, new: PlannedChange) -> Iterator[str]:

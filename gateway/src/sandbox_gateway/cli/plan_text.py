@@ -28,9 +28,11 @@ _TOTAL_KEYS = {CREATED: "create", CHANGED: "change", REMOVED: "remove", ROLLED_B
 
 def print_plan(plan: Plan) -> None:
     """Print the changes by gateway and kind, the totals, the uncertainties, and whether the plan can be applied."""
-    changes = sorted(_list_changes(plan), key=lambda planned: _KINDS.index(planned.change.kind))
+    changes = sorted(_list_changes(plan), key=lambda planned_change: _KINDS.index(planned_change.change.kind))
     for gateway, url in plan.gateways.items():
-        rows = [_build_change_row(planned) for planned in changes if planned.entry.gateway == gateway]
+        rows = [
+            _build_change_row(planned_change) for planned_change in changes if planned_change.entry.gateway == gateway
+        ]
         if rows:
             _print_section(f"Gateway {_to_one_line(url)}:", ("KIND", "CHANGE", "NAME", "VERB", "TASK", "HOST"), rows)
     print(f"Plan: {_format_totals(plan)}." if changes else "The plan changes nothing.")
@@ -158,9 +160,9 @@ def _print_status(plan: Plan) -> None:
     print("To get a plan that can be applied, run `ansible-playbook --check` again.")
 
 
-def _build_change_row(planned: PlannedChange) -> tuple[str, ...]:
-    change, entry = planned.change, planned.entry
-    cells = (change.kind, planned.sign, change.name, planned.verb, _format_task(entry), entry.host)
+def _build_change_row(planned_change: PlannedChange) -> tuple[str, ...]:
+    change, entry = planned_change.change, planned_change.entry
+    cells = (change.kind, planned_change.sign, change.name, planned_change.verb, _format_task(entry), entry.host)
     return tuple(map(_to_one_line, cells))
 
 
@@ -186,12 +188,12 @@ def _build_task_difference_row(difference: TaskDifference, urls: Mapping[str, st
 
 
 def _list_changes(plan: Plan) -> list[PlannedChange]:
-    return [planned for entry in plan.entries for planned in iterate_changes(entry)]
+    return [planned_change for entry in plan.entries for planned_change in iterate_changes(entry)]
 
 
 def _count_signs(plan: Plan) -> dict[str, int]:
     """Return the number of changes by sign, including signs that the plan does not have."""
-    counts = Counter(planned.sign for planned in _list_changes(plan))
+    counts = Counter(planned_change.sign for planned_change in _list_changes(plan))
     return {sign: counts[sign] for sign in _TOTAL_KEYS}
 
 

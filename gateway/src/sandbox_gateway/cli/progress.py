@@ -35,7 +35,7 @@ def follow_log(lines: Iterable[str], title: str) -> None:
 
 
 @contextmanager
-def transferring(title: str, total: int | None = None) -> Iterator[Callable[[int], None]]:
+def progress_shown(title: str, total: int | None = None) -> Iterator[Callable[[int], None]]:
     """Show a progress bar inside this context. Yields a function that adds a number of transferred bytes.
 
     ``total``: the number of bytes, if it is known.
@@ -52,7 +52,7 @@ def transferring(title: str, total: int | None = None) -> Iterator[Callable[[int
         yield lambda size: bar.advance(task_id, size)
 
 
-def fork_many(client: Client, route: str, body: dict[str, Any], count: int, title: str) -> Any:
+def create_forks(client: Client, route: str, body: dict[str, Any], count: int, title: str) -> Any:
     """POST ``body`` to ``route``, with a progress bar if it creates more than one fork."""
     if count < 2 or not sys.stderr.isatty():
         return client.call("POST", route, body)

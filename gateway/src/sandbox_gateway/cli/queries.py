@@ -79,8 +79,8 @@ def show_health(settings: Settings) -> None:
         if root := room.get("memoryRoot"):
             free, total = formats.format_size(root["freeBytes"]), formats.format_size(root["totalBytes"])
             print(f"memory root {root['path']}: " + (root["problem"] or f"{free} of {total} free"))
-        if stalled := room["stalled"]:
-            print(f"stopped, because the disk has no space left: {', '.join(stalled)}")
+        if stalled_ids := room["stalled"]:
+            print(f"stopped, because the disk has no space left: {', '.join(stalled_ids)}")
     for each in health.get("slowCommands", []):
         state = "hanging in the kernel" if each["wasKilled"] else "running"
         print(f"has been {state} since {each['since']}: {each['command']} {each['dataset']}")

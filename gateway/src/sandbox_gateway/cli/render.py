@@ -33,7 +33,7 @@ def print_sandboxes(items: Sequence[Mapping[str, Any]]) -> None:
     print_table(
         headings,
         (_build_sandbox_row(item) for item in items),
-        empty="no sandboxes: `sandboxctl create TEMPLATE` creates one",
+        empty_note="no sandboxes: `sandboxctl create TEMPLATE` creates one",
     )
 
 
@@ -42,36 +42,36 @@ def print_snapshots(items: Sequence[Mapping[str, Any]]) -> None:
     print_table(
         headings,
         (_build_snapshot_row(item) for item in items),
-        empty="no snapshots: `sandboxctl snapshot create SANDBOX` takes one",
+        empty_note="no snapshots: `sandboxctl snapshot create SANDBOX` takes one",
     )
 
 
 def print_volumes(items: Sequence[Mapping[str, Any]]) -> None:
     headings = ("NAME", "SIZE", "USED", "MOUNTED BY", "FROM", "AGE")
     rows = (_build_volume_row(item) for item in items)
-    print_table(headings, rows, empty="no volumes: `sandboxctl volume create NAME` creates one")
+    print_table(headings, rows, empty_note="no volumes: `sandboxctl volume create NAME` creates one")
 
 
 def print_volume_snapshots(items: Sequence[Mapping[str, Any]], volume: str) -> None:
     headings = ("NAME", "ID", "SIZE", "PART OF", "AGE")
     rows = (_build_volume_snapshot_row(item) for item in items)
-    print_table(headings, rows, empty=f"no snapshots of {volume}: `sandboxctl volume snapshot {volume}` takes one")
+    print_table(headings, rows, empty_note=f"no snapshots of {volume}: `sandboxctl volume snapshot {volume}` takes one")
 
 
 def print_templates(items: Sequence[Mapping[str, Any]]) -> None:
     headings = ("NAME", "ID", "STATUS", "CPU", "MEMORY", "DISK", "CAPTURED", "FORKS", "AGE")
     rows = (_build_template_row(item) for item in items)
-    print_table(headings, rows, empty="no templates: `sandboxctl template build NAME` builds one")
+    print_table(headings, rows, empty_note="no templates: `sandboxctl template build NAME` builds one")
 
 
-def print_table(headings: Sequence[str], rows: Iterable[Sequence[str]], empty: str = "") -> None:
-    """Print a table with a row of headings. If there are no rows, print only the note ``empty``, if any."""
+def print_table(headings: Sequence[str], rows: Iterable[Sequence[str]], empty_note: str = "") -> None:
+    """Print a table with a row of headings. If there are no rows, print only ``empty_note``, if any."""
     clean_rows = [tuple(remove_control_characters(cell) for cell in row) for row in rows]
     if not clean_rows:
-        if empty:
-            print_note(empty)
+        if empty_note:
+            print_note(empty_note)
         return
-    if _print_plainly([tuple(headings), *clean_rows]):
+    if _print_plain_table([tuple(headings), *clean_rows]):
         return
     from rich.table import Table
     from rich.text import Text
@@ -91,7 +91,7 @@ def print_details(item: Mapping[str, Any]) -> None:
         for key, value in item.items()
         if value not in (None, "", [], {}) and key not in _HIDDEN_PROPERTIES
     ]
-    if _print_plainly(rows, bold_column=True):
+    if _print_plain_table(rows, bold_column=True):
         return
     from rich.table import Table
     from rich.text import Text
@@ -144,7 +144,7 @@ _MAX_NAMES = 3
 """Maximum number of sandboxes that a row names."""
 
 
-def _print_plainly(rows: Sequence[tuple[str, ...]], *, bold_column: bool = False) -> bool:
+def _print_plain_table(rows: Sequence[tuple[str, ...]], *, bold_column: bool = False) -> bool:
     """Print a table as rich would, but without importing rich, which takes longer than a request.
 
     The first row or the first column is bold. Returns False, and prints nothing, if only rich can print the table,

@@ -13,7 +13,7 @@ from sandbox_gateway.cli.context import Json, SandboxRef, SnapshotRef, get_setti
 from sandbox_gateway.cli.failure import ExitCode, Failure
 
 SandboxRefs = Annotated[list[str], typer.Argument(metavar="SANDBOX…", help="Ids or names.")]
-_EXIT_TIMED_OUT = 124
+_TIMED_OUT_EXIT_CODE = 124
 _MAX_TIMEOUT_SECONDS = 604_800
 
 
@@ -148,7 +148,7 @@ def exec_(
         sys.stderr.write(result["stderr"])
     if result["timedOut"]:
         render.print_note(f"sandboxctl: the program did not finish within {timeout} and was killed")
-        raise typer.Exit(_EXIT_TIMED_OUT)
+        raise typer.Exit(_TIMED_OUT_EXIT_CODE)
     raise typer.Exit(_convert_exit_code(result["exitCode"]))
 
 
@@ -238,13 +238,13 @@ def clone(
 ) -> None:
     """Create siblings of a running sandbox, with its files and memory."""
     from sandbox_gateway.cli.client import build_path
-    from sandbox_gateway.cli.progress import fork_many
+    from sandbox_gateway.cli.progress import create_forks
 
     settings = get_settings(ctx, as_json)
     fork_fields, total = options.build_count_fields(count, names, concurrency, best_effort)
     sandbox_options = options.SandboxOptions(metadata=metadata, timeout=timeout, volumes=volume, no_volumes=no_volumes)
     body = {**fork_fields, **sandbox_options.build_body()}
-    forks = fork_many(settings.client, build_path("sandboxes", sandbox, "clone"), body, total, f"cloning {sandbox}")
+    forks = create_forks(settings.client, build_path("sandboxes", sandbox, "clone"), body, total, f"cloning {sandbox}")
     print_forks(forks, settings.json)
 
 
@@ -278,7 +278,7 @@ def print_forks(forks: dict[str, Any], as_json: bool) -> None:
 
 
 def raise_first_failure(failures: list[Failure]) -> None:
-    """Raise the first failure, after printing the messages of all others. Return if there are no failures."""
+    """Raise the first failure, after printing the messages of all others. Do nothing if there are none."""
     for failure in failures[1:]:
         render.print_note(f"sandboxctl: {failure.message}")
     if failures:

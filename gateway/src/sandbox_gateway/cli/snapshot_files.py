@@ -14,7 +14,7 @@ from typing import Any, BinaryIO
 
 from sandbox_gateway.cli.client import Client, build_path
 from sandbox_gateway.cli.failure import ExitCode, Failure
-from sandbox_gateway.cli.progress import transferring
+from sandbox_gateway.cli.progress import progress_shown
 
 _PIECE_BYTES = 256 << 10
 _END_RECORD = struct.pack(">cI", b"E", 32 + 64)
@@ -25,7 +25,7 @@ _END_BYTES = len(_END_RECORD) + 32 + 64
 def export(client: Client, snapshot: str, file: str, *, memory: bool) -> int:
     """Write a snapshot to ``file``, which must not exist, or to standard output. Return the number of bytes."""
     written_bytes, last_bytes = 0, b""
-    with _output_opened(file) as write_file, transferring(f"exporting {snapshot}") as advance:
+    with _output_opened(file) as write_file, progress_shown(f"exporting {snapshot}") as advance:
 
         def write(piece: bytes) -> None:
             nonlocal written_bytes, last_bytes
@@ -51,7 +51,7 @@ def import_(client: Client, file: str, name: str, trust: list[str]) -> Any:
         with _errors_explained("read", file):
             source = sys.stdin.buffer if file == "-" else stack.enter_context(Path(file).open("rb"))
             size = None if file == "-" else os.fstat(source.fileno()).st_size
-        advance = stack.enter_context(transferring(f"importing {file}", size))
+        advance = stack.enter_context(progress_shown(f"importing {file}", size))
         return client.upload("/snapshots/import", _read_pieces(source, file, advance), name=name, trust=trust)
 
 
@@ -82,7 +82,7 @@ def _output_opened(file: str) -> Iterator[Callable[[bytes], object]]:
         raise Failure(f"{file} already exists", ExitCode.USAGE, "choose another file, or remove it first")
     partial_path = final_path.with_name(f".{final_path.name}.partial")
     with _errors_explained("write", file):
-        descriptor = _open_partial(partial_path)
+        descriptor = _open_partial_file(partial_path)
 
     def write(piece: bytes) -> None:
         with _errors_explained("write", file):
@@ -105,7 +105,7 @@ def _output_opened(file: str) -> Iterator[Callable[[bytes], object]]:
         _sync_directory(final_path.parent)
 
 
-def _open_partial(path: Path) -> int:
+def _open_partial_file(path: Path) -> int:
     """Create a file, or empty the one that a killed export left behind, and lock it. Raises Failure and OSError."""
     while True:
         try:
@@ -139,7 +139,7 @@ def _require_own_file(path: Path, descriptor: int) -> None:
     """Raise Failure if another user could read what is written to the file, or if it has other hard links."""
     status = os.fstat(descriptor)
     if not stat.S_ISREG(status.st_mode) or status.st_uid != os.geteuid() or status.st_nlink > 1:
-        raise Failure(f"{path} was not created by an export of this user", ExitCode.USAGE, "remove it first")
+        raise Failure(f"{path} was not created by an export that this user ran", ExitCode.USAGE, "remove it first")
 
 
 def _sync_directory(path: Path) -> None:

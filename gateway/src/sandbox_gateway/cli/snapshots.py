@@ -131,7 +131,7 @@ def fork(
 ) -> None:
     """Create sandboxes from a snapshot. Each continues from the captured state."""
     from sandbox_gateway.cli.client import build_path
-    from sandbox_gateway.cli.progress import fork_many
+    from sandbox_gateway.cli.progress import create_forks
 
     settings = get_settings(ctx, as_json)
     count_fields, total = options.build_count_fields(count, names, concurrency, best_effort)
@@ -153,7 +153,7 @@ def fork(
     )
     route = build_path("snapshots", snapshot, "fork")
     body = {**count_fields, **sandbox_options.build_body()}
-    print_forks(fork_many(settings.client, route, body, total, f"forking {snapshot}"), settings.json)
+    print_forks(create_forks(settings.client, route, body, total, f"forking {snapshot}"), settings.json)
 
 
 @app.command("export")
@@ -212,10 +212,10 @@ def delete(
     when_unused: WhenUnused = False,
 ) -> None:
     """Delete snapshots."""
-    delete_each(ctx, "snapshots", snapshots, when_unused)
+    delete_objects(ctx, "snapshots", snapshots, when_unused)
 
 
-def delete_each(ctx: typer.Context, kind: str, refs: list[str], when_unused: bool) -> None:
+def delete_objects(ctx: typer.Context, kind: str, refs: list[str], when_unused: bool) -> None:
     """Delete objects of ``kind`` ("snapshots" or "templates"). Print the ones that are hidden until they are unused."""
     from sandbox_gateway.cli.client import build_path
 

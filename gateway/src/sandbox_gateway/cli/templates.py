@@ -12,7 +12,7 @@ import typer
 from sandbox_gateway.cli import formats, options, queries, render
 from sandbox_gateway.cli.context import Json, TemplateRef, get_settings
 from sandbox_gateway.cli.failure import ExitCode, Failure
-from sandbox_gateway.cli.snapshots import WhenUnused, delete_each
+from sandbox_gateway.cli.snapshots import WhenUnused, delete_objects
 
 app = typer.Typer(
     help="Build templates, from which sandboxes are created.", no_args_is_help=True, rich_markup_mode=None
@@ -132,7 +132,7 @@ def delete(
     when_unused: WhenUnused = False,
 ) -> None:
     """Delete templates."""
-    delete_each(ctx, "templates", templates, when_unused)
+    delete_objects(ctx, "templates", templates, when_unused)
 
 
 def _wait_for_build(client: Any, build: dict[str, Any]) -> None:

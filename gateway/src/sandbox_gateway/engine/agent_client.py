@@ -232,7 +232,7 @@ class AgentClient:
             ) from None
 
     async def set_mounts(self, mounts: Sequence[GuestMount], *, seconds: float) -> None:
-        """Make the agent mount exactly ``mounts``, in this order. If a mount fails, the new ones are undone."""
+        """Make the agent mount exactly ``mounts``, in this order. If a mount fails, undo the new ones."""
         entries = [
             {
                 "path": each.path,
@@ -287,7 +287,7 @@ class AgentClient:
                 timed_out=response.get("timedOut") is True,
             )
         except _INVALID_RESPONSE_ERRORS:
-            raise guest_json.invalid_response_error("sent an invalid response to /exec") from None
+            raise guest_json.create_invalid_response_error("sent an invalid response to /exec") from None
 
     async def eval(self, code: str, *, timeout: float) -> EvalResult:
         """Evaluate code in the default Python context of the sandbox's interpreter. The context keeps its state."""
@@ -303,7 +303,7 @@ class AgentClient:
                 "the agent of this sandbox is too old to evaluate code: build its template again"
             ) from None
         except _INVALID_RESPONSE_ERRORS:
-            raise guest_json.invalid_response_error("sent an invalid response to /eval") from None
+            raise guest_json.create_invalid_response_error("sent an invalid response to /eval") from None
 
     async def ping(self, *, seconds: float) -> None:
         """Check that the agent responds. Raises BackendFailed or Timeout."""
@@ -329,10 +329,10 @@ class AgentClient:
                 "running, and run the command again"
             ) from None
         except ValueError:
-            raise guest_json.invalid_response_error("sent invalid command output") from None
-        raise guest_json.invalid_response_error("closed the command's output before the command ended")
+            raise guest_json.create_invalid_response_error("sent invalid command output") from None
+        raise guest_json.create_invalid_response_error("closed the command's output before the command ended")
 
-    async def start_in_background(self, command: str) -> None:
+    async def start_background_command(self, command: str) -> None:
         """Start ``/bin/sh -c command`` as root and leave it running."""
         stream = self._start_shell(command)
         try:
@@ -346,9 +346,9 @@ class AgentClient:
             await stream.aclose()
 
     async def upload(self, path: str, size: int, pieces: AsyncIterator[bytes], *, seconds: float) -> None:
-        """Write ``size`` bytes to a file of root in the sandbox, as they arrive.
+        """Write ``size`` bytes to a file in the sandbox, as root and as they arrive.
 
-        Raises Timeout, Invalid if the agent refuses the file as invalid, and BackendFailed.
+        Raises Timeout, BackendFailed, or Invalid if the agent refuses the file as invalid.
         """
         target = f"/files?{urlencode({'path': path, 'username': 'root'})}"
         connection = h11.Connection(h11.CLIENT)
@@ -403,7 +403,7 @@ class AgentClient:
             while len(data) >= 5:
                 flags, length = struct.unpack_from(">BI", data)
                 if length > _MAX_FRAME_BYTES:
-                    raise guest_json.invalid_response_error(f"sent a frame longer than {_MAX_FRAME_BYTES} bytes")
+                    raise guest_json.create_invalid_response_error(f"sent a frame longer than {_MAX_FRAME_BYTES} bytes")
                 if len(data) < 5 + length:
                     break
                 frame = bytes(data[5 : 5 + length])
@@ -464,7 +464,7 @@ class AgentClient:
             elif isinstance(event, h11.InformationalResponse):
                 # No request expects an interim response. Thousands of them fit into one read, and their number is
                 # unlimited.
-                raise guest_json.invalid_response_error(f"sent an invalid response to {path}")
+                raise guest_json.create_invalid_response_error(f"sent an invalid response to {path}")
             elif isinstance(event, h11.Response):
                 status = event.status_code
             elif isinstance(event, h11.Data):

@@ -28,7 +28,7 @@ class Agents:
         sandbox = self._context.require_running(ref)
         return self._host.endpoint(sandbox).address, self.derive_access_token(sandbox)
 
-    async def identify(self, sandbox: Sandbox, *, booted: bool) -> None:
+    async def identify(self, sandbox: Sandbox, *, has_booted: bool) -> None:
         """Send a sandbox's identity to its machine, and wait for the agent's response."""
         identity = Identity(
             sandbox_id=sandbox.id,
@@ -36,9 +36,9 @@ class Agents:
             access_token=self.derive_access_token(sandbox),
             env=sandbox.env,
             dns=self._choose_name_servers(sandbox.network),
-            grow_disk=booted,
+            grow_disk=has_booted,
         )
-        seconds = self._host.boot_seconds if booted else self._host.resume_seconds
+        seconds = self._host.boot_seconds if has_booted else self._host.resume_seconds
         await self.create_client(sandbox).identify(
             identity, seconds=seconds, end_reason=partial(self._host.end_reason, sandbox)
         )

@@ -24,7 +24,7 @@ class Backoff:
         seconds = min(2 * self._delays[id][0], _MAX_DELAY_SECONDS) if id in self._delays else _FIRST_DELAY_SECONDS
         self._delays[id] = seconds, time.monotonic() + seconds
 
-    def list_due(self) -> list[str]:
+    def list_due_ids(self) -> list[str]:
         """Return the ids of the objects whose delay is over."""
         return [id for id in self._delays if self.is_due(id)]
 

@@ -25,10 +25,10 @@ from sandbox_gateway.log import Logger
 from sandbox_gateway.tasks import finish_despite_cancellation
 
 _MAX_STORED_ARCHIVES = 4
-"""The maximum size of all archives, in archives of the maximum size."""
-_UNUSED_SECONDS = 86400
-_KEPT_SECONDS = 3600
-"""An archive that was used within this time does not make room for another one: its build may be about to start."""
+"""The maximum total size of all archives, as a multiple of the maximum size of one."""
+_MAX_UNUSED_SECONDS = 86400
+_MIN_KEEP_SECONDS = 3600
+"""An archive that was used within this time is not removed to make room for others: its build may be about to start."""
 _SWEEP_INTERVAL_SECONDS = 3600
 _PIECE_BYTES = 1 << 20
 _PARTIAL_PREFIX = ".partial-"
@@ -44,7 +44,7 @@ class StoredArchive:
     size: int
     _file: BinaryIO
 
-    async def pieces(self) -> AsyncIterator[bytes]:
+    async def read_pieces(self) -> AsyncIterator[bytes]:
         os.utime(self._file.fileno())
         while piece := await finish_despite_cancellation(asyncio.to_thread(self._file.read, _PIECE_BYTES)):
             yield piece
@@ -61,7 +61,7 @@ class BuildFiles:
         """The sizes that running uploads have announced."""
 
     def open(self) -> None:
-        """Remove what interrupted uploads have left."""
+        """Remove the partial files of interrupted uploads."""
         self._directory.mkdir(mode=0o700, exist_ok=True)
         for path in self._directory.glob(f"{_PARTIAL_PREFIX}*"):
             path.unlink()
@@ -70,34 +70,34 @@ class BuildFiles:
         """Remove archives that no build has used for a day. Never returns."""
         while True:
             try:
-                await asyncio.to_thread(self._remove_unused)
+                await asyncio.to_thread(self._remove_unused_archives)
             except OSError as error:
                 log.error("unused archives not removed", reason=str(error))
             await asyncio.sleep(_SWEEP_INTERVAL_SECONDS)
 
-    def _remove_unused(self) -> None:
-        for path, status in self._list():
-            if time.time() - status.st_mtime > _UNUSED_SECONDS:
+    def _remove_unused_archives(self) -> None:
+        for path, status in self._list_archives():
+            if time.time() - status.st_mtime > _MAX_UNUSED_SECONDS:
                 path.unlink(missing_ok=True)
 
-    def _list(self) -> list[tuple[Path, os.stat_result]]:
+    def _list_archives(self) -> list[tuple[Path, os.stat_result]]:
         """Return the complete archives, least recently used first."""
         paths = [path for path in self._directory.iterdir() if not path.name.startswith(_PARTIAL_PREFIX)]
         return sorted(((path, path.stat()) for path in paths), key=lambda entry: entry[1].st_mtime)
 
-    def keep(self, digest: str) -> bool:
-        """Return whether the archive exists. If it does, it counts as used now."""
+    def mark_used(self, digest: str) -> bool:
+        """Return whether the archive exists. If it does, mark it as used now."""
         try:
             os.utime(self._directory / digest)
         except FileNotFoundError:
             return False
         return True
 
-    def require_for(self, commands: Iterable[str]) -> None:
+    def require_archives(self, commands: Iterable[str]) -> None:
         """Raise Conflict unless all archives that these commands copy exist."""
         for digest in filter(None, map(find_archive, commands)):
             if not (self._directory / digest).exists():
-                raise _missing_error(digest)
+                raise _create_missing_error(digest)
 
     @contextlib.contextmanager
     def opened(self, digest: str) -> Iterator[StoredArchive]:
@@ -105,17 +105,17 @@ class BuildFiles:
         try:
             file = (self._directory / digest).open("rb")
         except FileNotFoundError:
-            raise _missing_error(digest) from None
+            raise _create_missing_error(digest) from None
         with file:
             yield StoredArchive(os.fstat(file.fileno()).st_size, file)
 
     async def store(self, digest: str, pieces: AsyncIterator[bytes], announced_size: int | None) -> None:
-        """Store an archive, in place of one with the same digest. ``announced_size``: None if it is unknown."""
+        """Store an archive, replacing one with the same digest. ``announced_size``: None if it is unknown."""
         size = self._max_bytes if announced_size is None else announced_size
         if size > self._max_bytes:
-            raise self._too_large_error()
+            raise self._create_too_large_error()
         with self._transfers.slot_held():
-            async with self._room.reserved_for_import(size, 0, what="the upload") as pending_upload:
+            async with self._room.reserved_for_import(size, 0, subject="the upload") as pending_upload:
                 self._uploading_bytes += size
                 path = self._directory / f"{_PARTIAL_PREFIX}{secrets.token_hex(8)}"
                 try:
@@ -125,13 +125,13 @@ class BuildFiles:
                         async for batch in join_into_batches(pieces):
                             received_bytes += len(batch)
                             if received_bytes > self._max_bytes:
-                                raise self._too_large_error()
+                                raise self._create_too_large_error()
                             await finish_despite_cancellation(asyncio.to_thread(file.write, batch))
-                            pending_upload.count_written(len(batch), memory=False)
+                            pending_upload.count_written_bytes(len(batch), memory=False)
                         await finish_despite_cancellation(asyncio.to_thread(_flush, file))
                     path.rename(self._directory / digest)
                 except OSError as error:
-                    raise _storage_error(error) from None
+                    raise _create_storage_error(error) from None
                 finally:
                     self._uploading_bytes -= size
                     path.unlink(missing_ok=True)
@@ -139,25 +139,25 @@ class BuildFiles:
 
     def _make_room(self) -> None:
         """Remove the least recently used archives until the running uploads fit. Raises OverQuota."""
-        archives = self._list()
+        archives = self._list_archives()
         excess = (
             sum(status.st_size for _, status in archives)
             + self._uploading_bytes
             - _MAX_STORED_ARCHIVES * self._max_bytes
         )
         for path, status in archives:
-            if excess <= 0 or time.time() - status.st_mtime < _KEPT_SECONDS:
+            if excess <= 0 or time.time() - status.st_mtime < _MIN_KEEP_SECONDS:
                 break
             path.unlink(missing_ok=True)
             excess -= status.st_size
         if excess > 0:
             raise OverQuota(
-                f"the archives that builds have used within the last hour would have more than "
+                f"the archives that builds have used within the last hour would take up more than "
                 f"{_MAX_STORED_ARCHIVES * self._limit_mb} MiB, four times limits.upload_mb: try again later, or "
                 "raise that limit"
             )
 
-    def _too_large_error(self) -> OverQuota:
+    def _create_too_large_error(self) -> OverQuota:
         return OverQuota(
             f"the archive is larger than {self._limit_mb} MiB (limits.upload_mb): list files that the template "
             "does not need in .dockerignore, or raise that limit"
@@ -169,14 +169,14 @@ def _flush(file: BinaryIO) -> None:
     os.fsync(file.fileno())
 
 
-def _missing_error(digest: str) -> Conflict:
+def _create_missing_error(digest: str) -> Conflict:
     return Conflict(
-        f"the files of a COPY step (digest {digest}) are not stored in this gateway, which removes them when no build "
+        f"the files of a COPY step (digest {digest}) are not stored on this gateway, which removes them when no build "
         "has used them for a day: build the template again with the client, which uploads them"
     )
 
 
-def _storage_error(error: OSError) -> BackendFailed | NoSpace:
+def _create_storage_error(error: OSError) -> BackendFailed | NoSpace:
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
         return NoSpace("no space left for the archive: remove snapshots or sandboxes, or enlarge the file system")
     return BackendFailed(f"the archive cannot be stored: {error.strerror}. Look at the gateway's log")

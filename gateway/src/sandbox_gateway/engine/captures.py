@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator, Iterable
 
 from sandbox_gateway.engine.agents import Agents
 from sandbox_gateway.engine.context import Context
-from sandbox_gateway.engine.durations import note_memory_mode
+from sandbox_gateway.engine.durations import set_memory_mode
 from sandbox_gateway.engine.locking import Locking
 from sandbox_gateway.engine.record_changes import save_sandbox, save_snapshot
 from sandbox_gateway.engine.removal import Removal
@@ -103,18 +103,18 @@ class Captures:
         Does not change the sandbox's record, which need not be saved yet.
         """
         memory = memory and self._host.abilities.memory
-        await self._room.require_for_capture(sandbox, memory=memory, fork_count=fork_count)
-        async with self._locking.volumes_locked(self._require_mounted(sandbox, volumes)) as locked_volumes:
+        await self._room.require_room_for_capture(sandbox, memory=memory, fork_count=fork_count)
+        async with self._locking.volumes_locked(self._require_mounted_volumes(sandbox, volumes)) as locked_volumes:
             volume_snapshots = _create_volume_snapshot_records(snapshot, locked_volumes)
-            async with self._flushed(sandbox, freeze=not memory and not self._host.abilities.atomic_capture):
+            async with self._guest_flushed(sandbox, freeze=not memory and not self._host.abilities.atomic_capture):
                 snapshot = await self._host.capture(sandbox, snapshot, memory=memory, volumes=volume_snapshots)
-            note_memory_mode(snapshot.memory)
+            set_memory_mode(snapshot.memory)
             for volume, volume_snapshot in zip(locked_volumes, volume_snapshots, strict=True):
                 add_volume_snapshot(self._context, volume, volume_snapshot)
         self._index.put(snapshot)
         return snapshot
 
-    def _require_mounted(self, sandbox: Sandbox, refs: Iterable[str]) -> list[str]:
+    def _require_mounted_volumes(self, sandbox: Sandbox, refs: Iterable[str]) -> list[str]:
         """Return the ids of the volumes in ``refs``. Raises Invalid if ``sandbox`` does not mount one of them."""
         volumes = [self._index.get_volume(ref) for ref in refs]
         for volume in volumes:
@@ -137,7 +137,7 @@ class Captures:
             log.debug("the sync before a capture failed", sandbox=sandbox.id, reason=error.message)
 
     @contextlib.asynccontextmanager
-    async def _flushed(self, sandbox: Sandbox, *, freeze: bool) -> AsyncIterator[None]:
+    async def _guest_flushed(self, sandbox: Sandbox, *, freeze: bool) -> AsyncIterator[None]:
         """Flush the guest's cache to the disk. ``freeze``: also block the guest's writes inside this context."""
         if not freeze:
             await self._sync_guest(sandbox)

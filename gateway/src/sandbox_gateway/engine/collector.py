@@ -31,10 +31,10 @@ class Collector:
 
     async def retry(self) -> None:
         """Retry failed removals whose delay is over."""
-        if due_ids := self._backoff.list_due():
+        if due_ids := self._backoff.list_due_ids():
             await self.collect()
             # Objects that are still due have been removed, or are in use again.
-            self._backoff.forget({*due_ids}.intersection(self._backoff.list_due()))
+            self._backoff.forget({*due_ids}.intersection(self._backoff.list_due_ids()))
 
     async def collect(self) -> None:
         """Remove what is no longer used: hidden and expired snapshots, and clones of volumes that no sandbox mounts.
@@ -45,7 +45,7 @@ class Collector:
         await self._collect_volumes()
         await self._collect_volume_snapshots()
         await self._collect_snapshots()
-        await self.collect_expired()
+        await self.collect_expired_snapshots()
         # The first pass cannot remove a volume while one of its snapshots is in use.
         await self._collect_volumes()
 
@@ -61,14 +61,14 @@ class Collector:
                 await finish_despite_cancellation(self.collect())
 
     async def _collect_snapshots(self) -> None:
-        for id in [each.id for each in self._index.list_snapshots_in(self._index.collectable_ids)]:
+        for id in [each.id for each in self._index.list_grouped_snapshots(self._index.collectable_ids)]:
             # Read the record late, because removing one snapshot changes the records of others.
             snapshot = self._index.snapshots.get(id)
-            if snapshot is None or not self._backoff.is_due(id) or not self._references.can_collect(snapshot):
+            if snapshot is None or not self._backoff.is_due(id) or not self._references.can_collect_snapshot(snapshot):
                 continue
             await self._remove(snapshot)
 
-    async def collect_expired(self) -> None:
+    async def collect_expired_snapshots(self) -> None:
         """Remove unused snapshots that have expired, or that no retention rule keeps."""
         current_time = now()
         expired_ids = [
@@ -100,11 +100,11 @@ class Collector:
 
         The captures themselves may remain for a long time, as the heads of their source sandboxes.
         """
-        for snapshot in self._index.list_snapshots_in(self._index.collectable_ids):
+        for snapshot in self._index.list_grouped_snapshots(self._index.collectable_ids):
             if not self._references.can_collect_volume_snapshots(snapshot):
                 continue
             try:
-                for each in self._index.list_volume_snapshots_in(snapshot):
+                for each in self._index.list_included_volume_snapshots(snapshot):
                     await finish_despite_cancellation(self._removal.remove_volume_snapshot(each))
                 await save_snapshot(self._context, snapshot.id, volumes=[])
             except GatewayError as error:

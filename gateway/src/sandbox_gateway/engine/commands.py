@@ -77,33 +77,34 @@ class Commands:
         finally:
             task.cancel()
 
-    async def _explain_failure(self, original: Sandbox, error: GatewayError) -> GatewayError:
+    async def _explain_failure(self, original_sandbox: Sandbox, error: GatewayError) -> GatewayError:
         """Return the error to raise for a failed request.
 
-        Returns Gone or Conflict if another request stopped or replaced the machine of ``original``, else ``error``.
+        Returns Gone or Conflict if another request stopped or replaced the machine of ``original_sandbox``, or else
+        ``error``.
         """
-        current_sandbox = self._context.index.sandboxes.get(original.id)
+        current_sandbox = self._context.index.sandboxes.get(original_sandbox.id)
         is_unchanged = current_sandbox is not None and (current_sandbox.instance, current_sandbox.state) == (
-            original.instance,
-            original.state,
+            original_sandbox.instance,
+            original_sandbox.state,
         )
-        if is_unchanged and not self._context.host.end_reason(original):
+        if is_unchanged and not self._context.host.end_reason(original_sandbox):
             return error
         try:
             # Wait for the lock. When it is released, the record shows what happened to the machine.
-            async with self._locking.sandbox_locked(original.id) as sandbox:
+            async with self._locking.sandbox_locked(original_sandbox.id) as sandbox:
                 pass
         except NotFound:
-            return Gone(f"sandbox {original.id} was deleted during the request")
+            return Gone(f"sandbox {original_sandbox.id} was deleted during the request")
         except Busy:
             return error
-        if sandbox.instance != original.instance:
+        if sandbox.instance != original_sandbox.instance:
             return Conflict(
-                f"sandbox {original.id} was rolled back, or paused and resumed, during the request: send the request "
-                "again"
+                f"sandbox {original_sandbox.id} was rolled back, or paused and resumed, during the request: send the "
+                "request again"
             )
         if sandbox.state is SandboxState.PAUSED and not sandbox.state_reason:
             return Conflict(
-                f"sandbox {original.id} was paused during the request: resume it, and send the request again"
+                f"sandbox {original_sandbox.id} was paused during the request: resume it, and send the request again"
             )
         return error

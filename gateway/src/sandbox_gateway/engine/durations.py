@@ -1,7 +1,7 @@
 """Measure how long operations take, and how they end.
 
-``measured`` decorates the methods that carry out operations. A group calls ``Durations.measure`` itself only for
-operations that have no request of their own, such as the start of a prewarmed fork.
+``measured`` decorates the methods that carry out operations. A group calls ``Durations.operation_measured`` itself only
+for operations that have no request of their own, such as the start of a prewarmed fork.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class Measurement:
 _current_measurement: ContextVar[Measurement | None] = ContextVar("measurement", default=None)
 
 
-def note_memory_mode(mode: MemoryMode) -> None:
+def set_memory_mode(mode: MemoryMode) -> None:
     """Set the memory mode of the operation that is being carried out."""
     if (measurement := _current_measurement.get()) is not None:
         measurement.memory = mode.value
@@ -55,7 +55,7 @@ class Durations:
         self.listener: Callable[[Measurement], None] = lambda measurement: None
 
     @contextmanager
-    def measure(self, operation: str, memory: MemoryMode | None = None) -> Iterator[Measurement]:
+    def operation_measured(self, operation: str, memory: MemoryMode | None = None) -> Iterator[Measurement]:
         """Measure the operation that is carried out inside this context."""
         measurement = Measurement(operation, memory.value if memory else "")
         caller = _current_measurement.get()
@@ -64,7 +64,7 @@ class Durations:
         try:
             yield measurement
         except BaseException as error:
-            measurement.outcome = _outcome_of(error)
+            measurement.outcome = _determine_outcome(error)
             raise
         finally:
             _current_measurement.reset(token)
@@ -74,7 +74,7 @@ class Durations:
             self.listener(measurement)
 
 
-def _outcome_of(error: BaseException) -> str:
+def _determine_outcome(error: BaseException) -> str:
     if isinstance(error, asyncio.CancelledError):
         return "cancelled"
     is_refusal = isinstance(error, GatewayError) and (error.status < 500 or isinstance(error, NoSpace))
@@ -101,11 +101,11 @@ def measured(
     ) -> Callable[Concatenate[_G, _P], Coroutine[Any, Any, _R]]:
         @functools.wraps(method)
         async def wrapper(self: _G, /, *args: _P.args, **kwargs: _P.kwargs) -> _R:
-            with self._context.durations.measure(operation) as measurement:
+            with self._context.durations.operation_measured(operation) as measurement:
                 result = await method(self, *args, **kwargs)
                 errors = [each for each in result if isinstance(each, GatewayError)] if isinstance(result, list) else []
                 if errors:
-                    measurement.outcome = _outcome_of(errors[0])
+                    measurement.outcome = _determine_outcome(errors[0])
                 return result
 
         return wrapper

@@ -110,7 +110,7 @@ class Engine:
         self.machines.watch()
         await self._recovery.reconcile(scan.running_instances)
         self.background.start(self._expiry.watch())
-        self.background.start(self.prewarm.keep_ready())
+        self.background.start(self.prewarm.keep_forks_ready())
         self.background.start(self.loads.watch())
         self.background.start(self.build_files.watch())
         if self.host.abilities.can_stall:

@@ -19,7 +19,7 @@ class Event:
     type: str
     """"sandbox.created", "fork.progress", …"""
     data: dict[str, Any]
-    at: datetime = field(default_factory=now)
+    time: datetime = field(default_factory=now)
 
 
 class Events:

@@ -41,7 +41,7 @@ class Expiry:
     async def _check(self, current_time: datetime) -> None:
         self._backoff.retain_only(self._index)
         self._expire_sandboxes(current_time)
-        await self._collector.collect_expired()
+        await self._collector.collect_expired_snapshots()
         await self._collector.retry()
 
     def _expire_sandboxes(self, current_time: datetime) -> None:

@@ -56,7 +56,7 @@ class Forks:
     @measured("sandbox.create")
     async def create(self, ref: str, spec: ForkSpec) -> Sandbox:
         """Create one sandbox from a snapshot or template, or return the one with ``spec.idempotency_key``."""
-        result = (await self._fork_from(ref, spec))[0]
+        result = (await self._fork_snapshot(ref, spec))[0]
         if isinstance(result, GatewayError):
             raise result
         return result
@@ -68,15 +68,15 @@ class Forks:
         With ``spec.atomic``, the first error is raised and all new sandboxes are removed. Otherwise, the list contains
         an error for each sandbox that could not be created.
         """
-        return await self._fork_from(ref, spec)
+        return await self._fork_snapshot(ref, spec)
 
-    async def _fork_from(self, ref: str, spec: ForkSpec) -> list[Sandbox | GatewayError]:
+    async def _fork_snapshot(self, ref: str, spec: ForkSpec) -> list[Sandbox | GatewayError]:
         async with self._idempotency_key_locked(spec) as existing_sandboxes:
             if existing_sandboxes:
                 return existing_sandboxes
             self._index.get_snapshot(ref)  # A missing snapshot is reported first.
             self._host.check_network(spec.network)
-            await self._room.require_for_machines(len(list_requested_names(spec)))
+            await self._room.require_room_for_machines(len(list_requested_names(spec)))
             return await self._fork(self._index.get_snapshot(ref), spec)
 
     @measured("sandbox.clone")
@@ -121,7 +121,7 @@ class Forks:
                 return await self._fork(snapshot, spec)
             except BaseException:
                 # If the request was cancelled after the commit, the forks exist and still need the capture.
-                if not self._references.users_of(snapshot).sandboxes:
+                if not self._references.find_users(snapshot).sandboxes:
                     await self._restore_head(sandbox, snapshot)
                 raise
 
@@ -148,9 +148,9 @@ class Forks:
         async with self._collector.pinned_then_collected(snapshot):
             with self._reserved(sandboxes):
                 if not planned_mounts:
-                    return await self._start_all(snapshot, spec, sandboxes, with_memory)
+                    return await self._start_sandboxes(snapshot, spec, sandboxes, with_memory)
                 async with self._mount_planner.mounts_added(planned_mounts, sandboxes) as clones:
-                    return await self._start_all(snapshot, spec, sandboxes, with_memory, clones)
+                    return await self._start_sandboxes(snapshot, spec, sandboxes, with_memory, clones)
 
     @contextlib.contextmanager
     def _reserved(self, sandboxes: Sequence[Sandbox]) -> Iterator[None]:
@@ -162,7 +162,7 @@ class Forks:
             finally:
                 self._pending_count -= len(sandboxes)
 
-    async def _start_all(
+    async def _start_sandboxes(
         self,
         snapshot: Snapshot,
         spec: ForkSpec,
@@ -173,7 +173,7 @@ class Forks:
         semaphore = asyncio.Semaphore(spec.concurrency or self._context.config.limits.concurrency)
         completed_count = 0
 
-        async def start_one(sandbox: Sandbox) -> Sandbox:
+        async def start_sandbox(sandbox: Sandbox) -> Sandbox:
             nonlocal completed_count
             async with semaphore:
                 if sandbox.id in clones:
@@ -183,7 +183,7 @@ class Forks:
             self._report_progress(spec, completed_count, len(sandboxes), sandbox.id)
             return sandbox
 
-        tasks = [asyncio.create_task(start_one(sandbox)) for sandbox in sandboxes]
+        tasks = [asyncio.create_task(start_sandbox(sandbox)) for sandbox in sandboxes]
         try:
             await asyncio.wait(tasks, return_when=asyncio.FIRST_EXCEPTION if spec.atomic else asyncio.ALL_COMPLETED)
         except asyncio.CancelledError:

@@ -78,7 +78,7 @@ class ResponseReader:
         self._size += len(piece)
         _held_bytes[self._sandbox] += len(piece)
         if self._size > self._max_bytes:
-            raise invalid_response_error(f"answered {self._request} with more than {self._max_bytes} bytes")
+            raise create_invalid_response_error(f"answered {self._request} with more than {self._max_bytes} bytes")
         if _held_bytes.total() > MAX_TOTAL_HELD_BYTES:
             limit_mib = MAX_TOTAL_HELD_BYTES >> 20
             raise OutputLost(
@@ -101,7 +101,7 @@ class ResponseReader:
         self._structure += piece[position:end]
         self._structure_bytes += end - position
         if self._structure_bytes > MAX_STRUCTURE_BYTES:
-            raise invalid_response_error(f"sent an invalid response to {self._request}")
+            raise create_invalid_response_error(f"sent an invalid response to {self._request}")
         if quote_position >= 0:
             self._structure += b"%d" % len(self._strings)
             self._strings.append(bytearray())
@@ -142,7 +142,7 @@ class ResponseReader:
                 strings.append(await _decode_string(self._strings.pop()))
             document = _insert_strings(structure, strings)
         except (ValueError, RecursionError):
-            raise invalid_response_error(f"answered {self._request} with invalid JSON") from None
+            raise create_invalid_response_error(f"answered {self._request} with invalid JSON") from None
         return document if isinstance(document, dict) else {}
 
 
@@ -164,7 +164,7 @@ async def decode_base64(text: object) -> bytes:
     return bytes(data)
 
 
-def invalid_response_error(problem: str) -> BackendFailed:
+def create_invalid_response_error(problem: str) -> BackendFailed:
     """Return the error for a response that an unmodified agent would not send. ``problem``: what the agent did."""
     return BackendFailed(
         f"the sandbox's agent {problem}: a program in the sandbox may have replaced the agent. Roll the sandbox back, "

@@ -25,7 +25,7 @@ _MAX_TEXT_LENGTH = 4096
 """The maximum length of the working directory, and of the user."""
 
 
-def archive_path(digest: str) -> str:
+def build_archive_path(digest: str) -> str:
     """Return the path at which the command of a COPY step expects its archive in the sandbox."""
     return f"/opt/sandbox/{digest}.tar"
 
@@ -63,7 +63,7 @@ class ImageSteps:
     def add(self, kind: str, args: Sequence[str], files_digest: str = "") -> None:
         """Add a step. ``files_digest``: the digest of the archive of a COPY step.
 
-        Raises Unsupported if it cannot be carried out, Invalid if its arguments are not valid.
+        Raises Unsupported if it cannot be carried out, or Invalid if its arguments are not valid.
         """
         match kind, list(args):
             case "RUN", [command]:
@@ -102,11 +102,11 @@ class ImageSteps:
         return command
 
     def _add_copy(self, digest: str, destination: str, owner: str = "", mode: str = "") -> None:
-        if not _ARCHIVE.fullmatch(archive_path(digest)):
-            raise Invalid("the filesHash of a step COPY must be 64 lower-case hexadecimal digits: correct it")
+        if not _ARCHIVE.fullmatch(build_archive_path(digest)):
+            raise Invalid("the filesHash of a COPY step must be 64 lower-case hexadecimal digits: correct it")
         if not _MODE.fullmatch(mode):
-            raise Invalid(f"the mode {mode[:80]!r} of a step COPY is not valid: use an octal mode such as 0755")
-        args = [_COPIER, archive_path(digest), destination, _check_length("owner", owner), mode]
+            raise Invalid(f"the mode {mode[:80]!r} of a COPY step is not valid: use an octal mode such as 0755")
+        args = [_COPIER, build_archive_path(digest), destination, _check_length("owner", owner), mode]
         # As in Docker, the files belong to root unless the step says otherwise.
         self._add_command(self._launch(args, f"COPY … {destination}", user="root"))
 
@@ -139,9 +139,9 @@ class ImageSteps:
         return f"{self._changes['cwd'].rstrip('/')}/{directory}"
 
 
-def _check_length(what: str, text: str) -> str:
+def _check_length(noun: str, text: str) -> str:
     if len(text) > _MAX_TEXT_LENGTH:
-        raise Invalid(f"the {what} {text[:80]!r} is {len(text)} characters long: use at most {_MAX_TEXT_LENGTH}")
+        raise Invalid(f"the {noun} {text[:80]!r} is {len(text)} characters long: use at most {_MAX_TEXT_LENGTH}")
     return text
 
 

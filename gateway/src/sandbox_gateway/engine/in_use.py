@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator, Mapping, Sequence
 
-from sandbox_gateway.engine.names import names_of
+from sandbox_gateway.engine.names import join_names
 from sandbox_gateway.errors import InUse, InUseExternally
 from sandbox_gateway.records import Record, Sandbox, Snapshot, Volume, VolumeSnapshot
 
@@ -14,7 +14,7 @@ _USER_KINDS = {"cloned volume": "clone", "read-write mount": "mount", "snapshot"
 
 
 def create_snapshot_in_use_error(
-    snapshot: Snapshot, *, sandboxes: Sequence[Sandbox], cloned_volumes: Sequence[Volume], busy: bool
+    snapshot: Snapshot, *, sandboxes: Sequence[Sandbox], cloned_volumes: Sequence[Volume], is_busy: bool
 ) -> InUse | None:
     """Return the error for the deletion of a snapshot or template, or None if it is unused."""
     return create_in_use_error(
@@ -22,7 +22,7 @@ def create_snapshot_in_use_error(
         {"sandbox": sandboxes, "cloned volume": cloned_volumes},
         "Delete them first, or pass when=unused to delete it with its last user.",
         overrides=["when=unused"],
-        busy=busy,
+        is_busy=is_busy,
     )
 
 
@@ -33,7 +33,7 @@ def create_volume_in_use_error(
     sandbox_snapshots: Sequence[Snapshot],
     own_snapshots: Sequence[VolumeSnapshot],
     clones: Sequence[Volume],
-    busy: bool,
+    is_busy: bool,
 ) -> InUse | None:
     """Return the error for the deletion of a volume, or None if it is unused."""
     return create_in_use_error(
@@ -46,7 +46,7 @@ def create_volume_in_use_error(
         },
         "Detach or delete them first.",
         overrides=["withSnapshots"] if own_snapshots else [],
-        busy=busy,
+        is_busy=is_busy,
     )
 
 
@@ -56,7 +56,7 @@ def create_volume_snapshot_in_use_error(
     *,
     sandbox_snapshots: Sequence[Snapshot],
     clones: Sequence[Volume],
-    busy: bool,
+    is_busy: bool,
 ) -> InUse | None:
     """Return the error for the deletion of a volume snapshot, or None if it is unused."""
     return create_in_use_error(
@@ -64,18 +64,18 @@ def create_volume_snapshot_in_use_error(
         {"sandbox snapshot": sandbox_snapshots, "clone": clones},
         "Delete them first.",
         volume=volume.name,
-        busy=busy,
+        is_busy=is_busy,
     )
 
 
-def create_volume_mounted_error(volume: Volume, *, writers: Sequence[Sandbox], busy: bool) -> InUse | None:
+def create_volume_mounted_error(volume: Volume, *, writers: Sequence[Sandbox], is_busy: bool) -> InUse | None:
     """Return the error for the rollback of a volume. ``writers``: the sandboxes that mount it read-write."""
     return create_in_use_error(
         volume,
         {"read-write mount": writers},
         "Detach the volume, or force the rollback.",
         overrides=["force"],
-        busy=busy,
+        is_busy=is_busy,
     )
 
 
@@ -84,22 +84,22 @@ def create_in_use_error(
     users: Mapping[str, Sequence[Record]],
     remedy: str,
     *,
-    busy: bool,
+    is_busy: bool,
     volume: str = "",
     overrides: Sequence[str] = (),
 ) -> InUse | None:
-    """Return the error that counts and names all ``users``, or None if there are none and the object is not ``busy``.
+    """Return the error that counts and names all ``users``, or None if there are none and ``is_busy`` is False.
 
-    ``users``: grouped by noun. ``busy``: another request currently uses the object. ``volume``: the name of the volume,
-    if ``record`` is a VolumeSnapshot. ``overrides``: request parameters that would make the request succeed.
+    ``users``: grouped by noun. ``is_busy``: whether another request uses the object. ``volume``: the name of the
+    volume, if ``record`` is a VolumeSnapshot. ``overrides``: request parameters that would make the request succeed.
     """
-    subject = what, resource = _describe(record, volume)
-    users_by_noun = {noun: [(each.id, names_of([each])) for each in records] for noun, records in users.items()}
+    subject = description, resource = _describe(record, volume)
+    users_by_noun = {noun: [(each.id, join_names([each])) for each in records] for noun, records in users.items()}
     if any(users_by_noun.values()):
         return _build_in_use_error(*subject, users_by_noun, remedy, overrides)
-    if busy:
+    if is_busy:
         details = {"resource": resource, "users": [], "overrides": []}
-        return InUse(f"{what} is in use by another request. Try again later.", details=details)
+        return InUse(f"{description} is in use by another request. Try again later.", details=details)
     return None
 
 
@@ -124,11 +124,11 @@ def _describe(record: Snapshot | VolumeSnapshot | Volume, volume: str = "") -> t
         case VolumeSnapshot():
             return f"snapshot {record.name!r} of volume {volume!r}", "volume_snapshot"
         case Snapshot():
-            return f"{record.kind.value} {names_of([record])!r}", record.kind.value
+            return f"{record.kind.value} {join_names([record])!r}", record.kind.value
 
 
 def _build_in_use_error(
-    what: str,
+    description: str,
     resource: str,
     users: Mapping[str, Sequence[tuple[str, str]]],
     remedy: str,
@@ -144,7 +144,7 @@ def _build_in_use_error(
         {"kind": _get_user_kind(noun), "id": id, "name": name} for noun, group in users.items() for id, name in group
     ]
     return InUse(
-        f"{what} is in use by {_join_words(phrases)}. {remedy}",
+        f"{description} is in use by {_join_words(phrases)}. {remedy}",
         blockers=[each["id"] for each in entries],
         details={"resource": resource, "users": entries, "overrides": list(overrides)},
     )

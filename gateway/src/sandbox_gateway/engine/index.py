@@ -131,7 +131,7 @@ class Index:
             self.sandboxes[record.id] = record
         elif isinstance(record, Snapshot):
             self.snapshots[record.id] = record
-            self._put_in_groups(record)
+            self._add_to_groups(record)
         elif isinstance(record, Volume):
             self.volumes[record.id] = record
         else:
@@ -152,7 +152,7 @@ class Index:
     def _find_record(self, id: str) -> Record | None:
         return self.sandboxes.get(id) or self.snapshots.get(id) or self.volumes.get(id) or self.volume_snapshots.get(id)
 
-    def _put_in_groups(self, snapshot: Snapshot) -> None:
+    def _add_to_groups(self, snapshot: Snapshot) -> None:
         for group, is_member in (
             (self.expiring_ids, _is_visible_snapshot(snapshot) and snapshot.expires_at is not None),
             (self.prewarmed_ids, snapshot.prewarm > 0),
@@ -218,7 +218,7 @@ class Index:
             if snapshot is not None and (include_hidden or not snapshot.is_hidden):
                 yield snapshot
 
-    def list_snapshots_in(self, group: Iterable[str]) -> list[Snapshot]:
+    def list_grouped_snapshots(self, group: Iterable[str]) -> list[Snapshot]:
         """Return the snapshots in ``group`` (such as ``expiring_ids``, or one of ``series``), oldest first."""
         return sort_oldest_first(self.snapshots[id] for id in group)
 
@@ -257,7 +257,7 @@ class Index:
             return self._names[name]
         return name if name in self.sandboxes or name in self.snapshots or name in self.volumes else ""
 
-    def is_free(self, name: str) -> bool:
+    def is_name_free(self, name: str) -> bool:
         return not self.find_owner(name) and name not in self._reserved_names
 
     @contextlib.contextmanager
@@ -280,12 +280,12 @@ class Index:
             raise NotFound("sandbox", shorten(ref))
         return sandbox
 
-    def get_snapshot(self, ref: str, *, what: str = "snapshot", kinds: Iterable[SnapshotKind] = ()) -> Snapshot:
+    def get_snapshot(self, ref: str, *, noun: str = "snapshot", kinds: Iterable[SnapshotKind] = ()) -> Snapshot:
         """Find a visible snapshot or template by id or name."""
         snapshot = self.snapshots.get(ref) or self.snapshots.get(self._names.get(ref, ""))
         allowed_kinds = set(kinds) or {SnapshotKind.SNAPSHOT, SnapshotKind.TEMPLATE}
         if snapshot is None or snapshot.doomed or snapshot.kind not in allowed_kinds:
-            raise NotFound(what, shorten(ref))
+            raise NotFound(noun, shorten(ref))
         return snapshot
 
     def get_any_snapshot(self, id: str) -> Snapshot:
@@ -304,17 +304,17 @@ class Index:
         """Find a snapshot of a volume by id, or by its name among the snapshots of ``volume``."""
         snapshot = self.volume_snapshots.get(ref)
         if volume is not None:
-            snapshot = next((each for each in self.list_snapshots_of(volume) if ref in (each.id, each.name)), None)
+            snapshot = next((each for each in self.list_volume_snapshots(volume) if ref in (each.id, each.name)), None)
         if snapshot is None:
             message = f"snapshot {shorten(ref)!r} of volume {volume.name!r} not found" if volume else ""
             parent = volume.name if volume else ""
             raise NotFound("volume snapshot", shorten(ref), message=message, resource="volume_snapshot", parent=parent)
         return snapshot
 
-    def list_snapshots_of(self, volume: Volume) -> list[VolumeSnapshot]:
+    def list_volume_snapshots(self, volume: Volume) -> list[VolumeSnapshot]:
         return sort_oldest_first(each for each in self.volume_snapshots.values() if each.volume == volume.id)
 
-    def list_volume_snapshots_in(self, snapshot: Snapshot) -> list[VolumeSnapshot]:
+    def list_included_volume_snapshots(self, snapshot: Snapshot) -> list[VolumeSnapshot]:
         """Return the volume snapshots that are part of a sandbox snapshot."""
         ids = (capture.snapshot for capture in snapshot.volumes)
         return [self.volume_snapshots[id] for id in ids if id in self.volume_snapshots]
@@ -322,7 +322,7 @@ class Index:
     def list_running_sandboxes(self) -> list[Sandbox]:
         return [each for each in self.sandboxes.values() if each.state is SandboxState.RUNNING]
 
-    def mounts_of(self, volume: Volume) -> list[tuple[Sandbox, Mount]]:
+    def list_mounts(self, volume: Volume) -> list[tuple[Sandbox, Mount]]:
         """Return the running and paused sandboxes that mount a volume, each with its mount."""
         return [
             (sandbox, mount)
@@ -331,7 +331,7 @@ class Index:
             if mount.volume == volume.id
         ]
 
-    def list_sandboxes_using(self, snapshot: Snapshot) -> list[Sandbox]:
+    def list_dependent_sandboxes(self, snapshot: Snapshot) -> list[Sandbox]:
         """Return the sandboxes that were forked from a snapshot, were rolled back to it, or resume from it."""
         return [self.sandboxes[id] for id in self._users[snapshot.id] if id in self.sandboxes]
 

@@ -21,8 +21,8 @@ class KeyedLocks:
         return key in self._locks
 
     @contextlib.asynccontextmanager
-    async def held(self, key: str, what: str) -> AsyncIterator[None]:
-        """Hold the lock for ``key``, which protects ``what``. Raises Busy if it cannot be acquired in time."""
+    async def held(self, key: str, description: str) -> AsyncIterator[None]:
+        """Hold the lock for ``key``, which protects ``description``. Raises Busy if it cannot be acquired in time."""
         lock, user_count = self._locks.get(key, (asyncio.Lock(), 0))
         self._locks[key] = (lock, user_count + 1)
         try:
@@ -31,7 +31,7 @@ class KeyedLocks:
                 async with asyncio.timeout(self._seconds):
                     await lock.acquire()
             except TimeoutError:
-                raise Busy(f"{what} is busy with another request: try again later") from None
+                raise Busy(f"{description} is busy with another request: try again later") from None
             try:
                 yield
             finally:

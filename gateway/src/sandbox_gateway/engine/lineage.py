@@ -57,7 +57,7 @@ def walk_nodes(index: Index, root: str | None = None) -> Iterator[dict[str, Any]
     while stack:
         id, parent, depth = stack.pop()
         if id in seen_ids:
-            continue  # Damaged records refer to each other.
+            continue  # Damaged records may form a cycle.
         seen_ids.add(id)
         yield {**_create_node(records[id]), "parent": parent, "depth": depth}
         stack += [(child, id, depth + 1) for child in reversed(children.get(id, ()))]

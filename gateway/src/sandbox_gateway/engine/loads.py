@@ -32,11 +32,11 @@ log = Logger("engine")
 class Sample:
     """The resource use of a sandbox at one moment. None: the host cannot measure this resource.
 
-    ``at``: in seconds since 1970; ``cpu_percent``: the average since the previous sample (or since the start of the
-    machine), in percent of all CPUs of the sandbox.
+    ``time``: in seconds since 1970; ``cpu_percent``: the average since the previous sample (or since the start of the
+    machine), as a percentage of all CPUs of the sandbox.
     """
 
-    at: float
+    time: float
     cpu_percent: float | None
     memory_bytes: int | None
     disk_bytes: int | None
@@ -56,16 +56,16 @@ class _History:
     """The time of the last measurement of this instance's CPU time, on the monotonic clock."""
 
     def add(self, sample: Sample) -> None:
-        values = (sample.at, sample.cpu_percent, sample.memory_bytes, sample.disk_bytes)
+        values = (sample.time, sample.cpu_percent, sample.memory_bytes, sample.disk_bytes)
         self.numbers.extend(math.nan if value is None else value for value in values)
-        earliest_time = sample.at - HISTORY_SECONDS
-        expired_count = sum(at < earliest_time for at in self.numbers[::_NUMBERS_PER_SAMPLE])
+        earliest_time = sample.time - HISTORY_SECONDS
+        expired_count = sum(sampled_at < earliest_time for sampled_at in self.numbers[::_NUMBERS_PER_SAMPLE])
         del self.numbers[: expired_count * _NUMBERS_PER_SAMPLE]
 
     def iterate_samples(self) -> Iterator[Sample]:
         for index in range(0, len(self.numbers), _NUMBERS_PER_SAMPLE):
-            at, cpu, memory, disk = self.numbers[index : index + _NUMBERS_PER_SAMPLE]
-            yield Sample(at, None if math.isnan(cpu) else cpu, _to_integer(memory), _to_integer(disk))
+            sampled_at, cpu, memory, disk = self.numbers[index : index + _NUMBERS_PER_SAMPLE]
+            yield Sample(sampled_at, None if math.isnan(cpu) else cpu, _to_integer(memory), _to_integer(disk))
 
     @property
     def newest_sample(self) -> Sample | None:
@@ -110,14 +110,16 @@ class Loads:
             await self._measure([sandbox])
         history = self._histories.get(sandbox.id)
         earliest_time = max(start, time.time() - HISTORY_SECONDS)
-        return [sample for sample in history.iterate_samples() if earliest_time <= sample.at <= end] if history else []
+        return (
+            [sample for sample in history.iterate_samples() if earliest_time <= sample.time <= end] if history else []
+        )
 
-    def list_current(self) -> Iterator[tuple[Sandbox, Sample]]:
+    def list_current_samples(self) -> Iterator[tuple[Sandbox, Sample]]:
         """Yield the running sandboxes that were measured recently, with their newest samples."""
         earliest_time = time.time() - _MAX_AGE_SECONDS
         for sandbox in self._index.list_running_sandboxes():
             newest_sample = self._find_newest_sample(sandbox)
-            if newest_sample is not None and newest_sample.at >= earliest_time:
+            if newest_sample is not None and newest_sample.time >= earliest_time:
                 yield sandbox, newest_sample
 
     def _find_newest_sample(self, sandbox: Sandbox) -> Sample | None:
@@ -126,22 +128,22 @@ class Loads:
 
     def _has_fresh_sample(self, sandbox: Sandbox) -> bool:
         newest_sample = self._find_newest_sample(sandbox)
-        return newest_sample is not None and abs(time.time() - newest_sample.at) < _MIN_INTERVAL_SECONDS
+        return newest_sample is not None and abs(time.time() - newest_sample.time) < _MIN_INTERVAL_SECONDS
 
     async def _measure(self, sandboxes: Iterable[Sandbox]) -> None:
         sandboxes = list(sandboxes)
         if not sandboxes:
             return
         loads = await self._host.loads(sandboxes)
-        at, measured_at = time.time(), time.monotonic()
+        sampled_at, measured_at = time.time(), time.monotonic()
         for sandbox in sandboxes:
             load = loads.get(sandbox.instance)
-            # The sandbox may have been removed or rolled back meanwhile.
+            # The sandbox may have been removed or rolled back in the meantime.
             current_sandbox = self._index.sandboxes.get(sandbox.id)
             if load is not None and current_sandbox is not None and current_sandbox.instance == sandbox.instance:
                 history = self._histories.setdefault(sandbox.id, _History())
                 cpu_percent = _measure_cpu_percent(history, sandbox, load, measured_at)
-                history.add(Sample(at, cpu_percent, load.memory_bytes, load.disk_bytes))
+                history.add(Sample(sampled_at, cpu_percent, load.memory_bytes, load.disk_bytes))
 
     def _log_failure(self, error: Exception) -> None:
         """Log only the first of consecutive failures, because they are usually the same."""

@@ -13,7 +13,7 @@ from sandbox_gateway.control_characters import remove_control_characters
 from sandbox_gateway.engine.agents import Agents
 from sandbox_gateway.engine.boot_failure import add_console
 from sandbox_gateway.engine.context import Context
-from sandbox_gateway.engine.durations import note_memory_mode
+from sandbox_gateway.engine.durations import set_memory_mode
 from sandbox_gateway.engine.locking import Locking
 from sandbox_gateway.engine.prewarm import PrewarmPool
 from sandbox_gateway.engine.record_changes import copy_with_changes, save_sandbox
@@ -37,7 +37,7 @@ class MachineLifecycle:
         self._agents = agents
         self._prewarm = prewarm
         self._start_slots = StartSlots(context.config.limits.starts or os.cpu_count() or 1, _MAX_SLOT_SECONDS)
-        self.starts: Counter[str] = Counter()
+        self.start_counts: Counter[str] = Counter()
         """Number of started machines, by method: "prewarmed", "memory" or "boot"."""
 
     async def fork(self, snapshot: Snapshot, sandbox: Sandbox, *, with_memory: bool) -> None:
@@ -47,10 +47,10 @@ class MachineLifecycle:
         """
         if sandbox.state is SandboxState.PAUSED:
             return
-        note_memory_mode(snapshot.memory if with_memory else MemoryMode.NONE)
+        set_memory_mode(snapshot.memory if with_memory else MemoryMode.NONE)
         if with_memory and await self._claim(snapshot, sandbox):
             return
-        with self._prewarm.starting_for_request():
+        with self._prewarm.request_start_counted():
             async with self._start_slots.held():
                 await self._start(snapshot, sandbox, with_memory=with_memory)
 
@@ -59,9 +59,9 @@ class MachineLifecycle:
         if (fork := self._prewarm.take(snapshot, sandbox)) is None:
             return False
         try:
-            with self._context.durations.measure("prewarm.claim", snapshot.memory):
+            with self._context.durations.operation_measured("prewarm.claim", snapshot.memory):
                 await self._host.claim(fork, sandbox)
-                await self._agents.identify(sandbox, booted=False)
+                await self._agents.identify(sandbox, has_booted=False)
         except BaseException as error:
             await clean_up(log, self._host.discard(sandbox))
             if not isinstance(error, GatewayError):
@@ -69,13 +69,13 @@ class MachineLifecycle:
             log.warning("claim failed", sandbox=sandbox.id, snapshot=snapshot.id, reason=error.message)
             sandbox.instance, sandbox.host = new_id(), {}
             return False
-        self.starts["prewarmed"] += 1
+        self.start_counts["prewarmed"] += 1
         return True
 
     async def _start(self, snapshot: Snapshot, sandbox: Sandbox, *, with_memory: bool) -> None:
         try:
             await self._host.fork(snapshot, sandbox, with_memory=with_memory)
-            await self._agents.identify(sandbox, booted=not with_memory)
+            await self._agents.identify(sandbox, has_booted=not with_memory)
             if sandbox.mounts or snapshot.mounts:
                 has_stale_mounts = with_memory and bool(snapshot.mounts)
                 await self._agents.mount_volumes(
@@ -87,18 +87,18 @@ class MachineLifecycle:
             if final_error is error:
                 raise
             raise final_error from error
-        self.starts["memory" if with_memory else "boot"] += 1
+        self.start_counts["memory" if with_memory else "boot"] += 1
 
     async def boot(self, sandbox: Sandbox) -> None:
         """Boot a stopped sandbox from its own disk. On failure, stop it again."""
-        note_memory_mode(MemoryMode.NONE)
+        set_memory_mode(MemoryMode.NONE)
         async with self._start_slots.held():
             await self._boot(sandbox)
 
     async def _boot(self, sandbox: Sandbox) -> None:
         await self._host.boot(sandbox)
         try:
-            await self._agents.identify(sandbox, booted=True)
+            await self._agents.identify(sandbox, has_booted=True)
             if sandbox.mounts:
                 await self._agents.mount_volumes(sandbox, seconds=self._host.boot_seconds)
         except BaseException as error:
@@ -107,9 +107,9 @@ class MachineLifecycle:
             if final_error is error:
                 raise
             raise final_error from error
-        self.starts["boot"] += 1
+        self.start_counts["boot"] += 1
 
-    async def stop_paused(self, sandbox: Sandbox) -> None:
+    async def stop_paused_machine(self, sandbox: Sandbox) -> None:
         """Stop the machine of a sandbox that was just paused. Keep its disk if the sandbox resumes from it."""
         if sandbox.pause_snapshot:
             await self._host.discard(sandbox)

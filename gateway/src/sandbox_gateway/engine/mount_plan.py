@@ -79,7 +79,7 @@ class MountPlanner:
             "snapshot with the volume, or mount the volume itself"
         )
 
-    def without_deleted_volumes(self, mounts: Iterable[Mount], sandbox: Sandbox) -> list[Mount]:
+    def exclude_deleted_volumes(self, mounts: Iterable[Mount], sandbox: Sandbox) -> list[Mount]:
         """Return ``mounts`` without those of deleted volumes.
 
         A volume that ``sandbox`` currently mounts cannot have been deleted. If its record is missing, it may be
@@ -131,6 +131,6 @@ class MountPlanner:
         self, sandbox: Sandbox, volume: Volume, source: VolumeSnapshot, taken_names: set[str]
     ) -> Volume:
         id, name = new_id(), f"{sandbox.name}-{volume.name}"
-        if len(name) > _MAX_NAME_LENGTH or name in taken_names or not self._index.is_free(name):
+        if len(name) > _MAX_NAME_LENGTH or name in taken_names or not self._index.is_name_free(name):
             name = f"{name[: _MAX_NAME_LENGTH - len(id) - 1]}-{id}"
         return Volume(id=id, name=name, size_mb=source.size_mb, from_snapshot=source.id, owner=sandbox.id)

@@ -16,7 +16,7 @@ def require_valid_name(name: str) -> str:
         raise Invalid(str(error)) from None
 
 
-def names_of(records: Iterable[Record]) -> str:
+def join_names(records: Iterable[Record]) -> str:
     """Return the names of objects, joined for a message. A snapshot without a name is listed by its id."""
     return ", ".join((*each.names, each.id)[0] if isinstance(each, Snapshot) else each.name for each in records)
 

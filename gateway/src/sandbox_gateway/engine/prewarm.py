@@ -70,7 +70,7 @@ class PrewarmPool:
         """
 
     @contextlib.contextmanager
-    def starting_for_request(self) -> Iterator[None]:
+    def request_start_counted(self) -> Iterator[None]:
         """Count a machine that a request is starting. No fork is prewarmed while requests keep all cores busy."""
         self._requested_start_count += 1
         try:
@@ -84,7 +84,9 @@ class PrewarmPool:
 
     def get_total_level(self) -> Level:
         """Return the target and the number of ready forks, summed over all snapshots."""
-        levels = [self.get_level(snapshot) for snapshot in self._index.list_snapshots_in(self._index.prewarmed_ids)]
+        levels = [
+            self.get_level(snapshot) for snapshot in self._index.list_grouped_snapshots(self._index.prewarmed_ids)
+        ]
         return Level(target=sum(each.target for each in levels), ready=sum(map(len, self._ready_forks.values())))
 
     @measured("prewarm.set")
@@ -131,7 +133,7 @@ class PrewarmPool:
             self._context.background.start(self._host.discard(fork))
         return None
 
-    async def keep_ready(self) -> None:
+    async def keep_forks_ready(self) -> None:
         """Start and discard forks as needed. Never returns."""
         while True:
             if (seconds := self._next_start_at - time.monotonic()) > 0:
@@ -141,7 +143,7 @@ class PrewarmPool:
             try:
                 room = await self._host.room() if self._ready_forks or self._read_targets() else None
                 await self._discard_surplus(room)
-                has_started = room is not None and await self._start_one(room)
+                has_started = room is not None and await self._start_missing_fork(room)
             except Exception as error:
                 log.error("prewarming failed", reason=str(error) or type(error).__name__)
                 has_started = False
@@ -159,7 +161,7 @@ class PrewarmPool:
     def _read_targets(self) -> dict[str, int]:
         targets = {
             each.id: each.prewarm
-            for each in self._index.list_snapshots_in(self._index.prewarmed_ids)
+            for each in self._index.list_grouped_snapshots(self._index.prewarmed_ids)
             if not each.doomed
         }
         self._backoff.retain_only(targets)
@@ -185,7 +187,7 @@ class PrewarmPool:
             )
         await clean_up(log, *(self._host.discard(fork) for fork in surplus))
 
-    async def _start_one(self, room: Room) -> bool:
+    async def _start_missing_fork(self, room: Room) -> bool:
         """Start one missing fork. Returns False if no fork is missing, or if none can be started now."""
         if self._requested_start_count >= (os.cpu_count() or 1):
             return False
@@ -197,7 +199,7 @@ class PrewarmPool:
             if room.memory_free >> 20 < required_mb or not self._room.has_disk_space(room):
                 continue
             try:
-                with self._context.durations.measure("prewarm.start", snapshot.memory):
+                with self._context.durations.operation_measured("prewarm.start", snapshot.memory):
                     fork = await self._start(snapshot)
             except GatewayError as error:
                 self._backoff.delay(id)
@@ -219,7 +221,7 @@ class PrewarmPool:
         await self._host.fork(snapshot, fork, with_memory=True, hold=not is_template)
         try:
             if is_template:
-                await self._agents.identify(fork, booted=False)
+                await self._agents.identify(fork, has_booted=False)
                 await self._agents.create_client(fork).exec(_WARM_UP_COMMAND, timeout=_WARM_UP_TIMEOUT_SECONDS)
             await self._host.flush_fork(fork)
         except BaseException:

@@ -48,8 +48,8 @@ def record_locked(context: Context, record: Sandbox | Snapshot) -> AbstractAsync
 
     The record may have changed before the lock was acquired, so look it up again inside the context.
     """
-    what = "sandbox" if isinstance(record, Sandbox) else "snapshot"
-    return context.locks.held(f"record {record.id}", f"{what} {record.id}")
+    noun = "sandbox" if isinstance(record, Sandbox) else "snapshot"
+    return context.locks.held(f"record {record.id}", f"{noun} {record.id}")
 
 
 async def _save_sandbox(

@@ -49,17 +49,17 @@ class Recovery:
         """
         for sandbox in self._sandboxes.list():
             try:
-                await self._reconcile_sandbox(sandbox, running=sandbox.instance in running_instances)
+                await self._reconcile_sandbox(sandbox, is_running=sandbox.instance in running_instances)
             except GatewayError as error:
                 log.error("a sandbox could not be reconciled", sandbox=sandbox.id, reason=error.message)
         await self._remove_orphans()
         await self._collector.collect()
 
-    async def _reconcile_sandbox(self, sandbox: Sandbox, *, running: bool) -> None:
+    async def _reconcile_sandbox(self, sandbox: Sandbox, *, is_running: bool) -> None:
         if sandbox.state is SandboxState.PAUSED:
-            if running:
-                await self._machines.stop_paused(sandbox)
-        elif not running:
+            if is_running:
+                await self._machines.stop_paused_machine(sandbox)
+        elif not is_running:
             await self._machines.mark_stopped(sandbox, "its host went down while it ran")
             if self._context.config.restart == "start":
                 self._context.background.start(self._restart(sandbox.id))

@@ -45,12 +45,12 @@ class References:
 
     # -- snapshots of sandboxes, and templates ----------------------------------------------------------------------
 
-    def users_of(self, snapshot: Snapshot) -> SnapshotUsers:
-        sandboxes = self._index.list_sandboxes_using(snapshot)
+    def find_users(self, snapshot: Snapshot) -> SnapshotUsers:
+        sandboxes = self._index.list_dependent_sandboxes(snapshot)
         blocking_sandboxes = sandboxes
         if self._host.abilities.independent_snapshots:
             blocking_sandboxes = [each for each in sandboxes if snapshot.id in (each.forked_from, each.pause_snapshot)]
-        volume_snapshots = self._index.list_volume_snapshots_in(snapshot)
+        volume_snapshots = self._index.list_included_volume_snapshots(snapshot)
         return SnapshotUsers(
             sandboxes=sandboxes,
             blocking_sandboxes=blocking_sandboxes,
@@ -60,19 +60,19 @@ class References:
 
     def find_snapshot_refusal(self, snapshot: Snapshot) -> InUse | None:
         """Return the error that names all users of a snapshot or template, or None if it can be removed."""
-        users = self.users_of(snapshot)
+        users = self.find_users(snapshot)
         return create_snapshot_in_use_error(
             snapshot,
             sandboxes=users.blocking_sandboxes,
             cloned_volumes=users.blocking_volumes,
-            busy=users.is_busy,
+            is_busy=users.is_busy,
         )
 
-    def can_collect(self, snapshot: Snapshot) -> bool:
+    def can_collect_snapshot(self, snapshot: Snapshot) -> bool:
         """Return whether a snapshot should be removed because it is unused."""
         if not is_removed_when_unused(snapshot):
             return False
-        users = self.users_of(snapshot)
+        users = self.find_users(snapshot)
         if users.sandboxes or users.blocking_volumes or users.is_busy:
             return False
         # A capture for clones is kept while it is the head of a sandbox, unless it was deleted on request.
@@ -80,9 +80,9 @@ class References:
 
     def can_collect_volume_snapshots(self, snapshot: Snapshot) -> bool:
         """Return whether the volume snapshots in a capture for clones are unused, even if the capture itself is not."""
-        if snapshot.kind is not SnapshotKind.TRANSIENT or not self._index.list_volume_snapshots_in(snapshot):
+        if snapshot.kind is not SnapshotKind.TRANSIENT or not self._index.list_included_volume_snapshots(snapshot):
             return False
-        users = self.users_of(snapshot)
+        users = self.find_users(snapshot)
         return not (users.blocking_volumes or users.is_busy)
 
     # -- volumes and their snapshots --------------------------------------------------------------------------------
@@ -92,7 +92,7 @@ class References:
 
         ``with_snapshots``: the volume's own snapshots are removed too, so they do not count as users.
         """
-        snapshots = self._index.list_snapshots_of(volume)
+        snapshots = self._index.list_volume_snapshots(volume)
         sandbox_snapshots = self._find_blocking_snapshots(snapshots)
         contained_ids = {
             capture.snapshot for sandbox_snapshot in sandbox_snapshots for capture in sandbox_snapshot.volumes
@@ -100,11 +100,11 @@ class References:
         own_snapshots = [] if with_snapshots else [each for each in snapshots if each.id not in contained_ids]
         return create_volume_in_use_error(
             volume,
-            mounting_sandboxes=[sandbox for sandbox, _ in self._index.mounts_of(volume)],
+            mounting_sandboxes=[sandbox for sandbox, _ in self._index.list_mounts(volume)],
             sandbox_snapshots=sandbox_snapshots,
             own_snapshots=own_snapshots,
             clones=self._find_blocking_volumes(snapshots),
-            busy=self._index.is_pinned(volume) or any(map(self._index.is_pinned, snapshots)),
+            is_busy=self._index.is_pinned(volume) or any(map(self._index.is_pinned, snapshots)),
         )
 
     def find_volume_snapshot_refusal(self, volume: Volume, snapshot: VolumeSnapshot) -> InUse | None:
@@ -114,7 +114,7 @@ class References:
             volume,
             sandbox_snapshots=self._find_blocking_snapshots([snapshot]),
             clones=self._find_blocking_volumes([snapshot]),
-            busy=self._index.is_pinned(snapshot),
+            is_busy=self._index.is_pinned(snapshot),
         )
 
     def find_volume_rollback_refusal(self, volume: Volume, *, force: bool) -> InUse | None:
@@ -122,10 +122,10 @@ class References:
 
         ``force``: allow the rollback despite the mounts.
         """
-        writers = [sandbox for sandbox, mount in self._index.mounts_of(volume) if not (mount.read_only or force)]
-        return create_volume_mounted_error(volume, writers=writers, busy=self._index.is_pinned(volume))
+        writers = [sandbox for sandbox, mount in self._index.list_mounts(volume) if not (mount.read_only or force)]
+        return create_volume_mounted_error(volume, writers=writers, is_busy=self._index.is_pinned(volume))
 
-    def clones_of(self, snapshots: Iterable[VolumeSnapshot]) -> list[Volume]:
+    def list_clones(self, snapshots: Iterable[VolumeSnapshot]) -> list[Volume]:
         """Return the volumes that were created from ``snapshots``, oldest first."""
         ids = {snapshot.id for snapshot in snapshots}
         if not ids:
@@ -134,7 +134,7 @@ class References:
 
     def _find_blocking_volumes(self, snapshots: Iterable[VolumeSnapshot]) -> list[Volume]:
         """Return the clones that prevent the deletion of ``snapshots``."""
-        return [] if self._host.abilities.independent_snapshots else self.clones_of(snapshots)
+        return [] if self._host.abilities.independent_snapshots else self.list_clones(snapshots)
 
     def _find_blocking_snapshots(self, snapshots: Iterable[VolumeSnapshot]) -> list[Snapshot]:
         """Return the sandbox snapshots that include one of ``snapshots``, except transient ones."""

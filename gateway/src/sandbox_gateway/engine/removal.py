@@ -54,7 +54,7 @@ class Removal:
         del self._snapshots_being_removed[id]
         if not snapshot.is_hidden:
             self._context.events.publish("snapshot.deleted", snapshotID=id)
-        for each in self._index.list_volume_snapshots_in(snapshot):
+        for each in self._index.list_included_volume_snapshots(snapshot):
             try:
                 await self.remove_volume_snapshot(each)
             except GatewayError as error:
@@ -132,7 +132,7 @@ class Removal:
 
     async def remove_volume(self, volume: Volume) -> None:
         """Remove an unused volume and its snapshots."""
-        records: list[Record] = [volume, *self._index.list_snapshots_of(volume)]
+        records: list[Record] = [volume, *self._index.list_volume_snapshots(volume)]
         for record in records:
             self._index.remove(record.id)
         try:

@@ -23,7 +23,7 @@ class Surplus:
         """Return the ids of the snapshots that no rule keeps."""
         aged_series = {source for source, time in self._next_changes.items() if time <= current_time}
         for source in self._index.changed_series | aged_series:
-            snapshots = self._index.list_snapshots_in(self._index.series[source])
+            snapshots = self._index.list_grouped_snapshots(self._index.series[source])
             self._ids[source] = [each.id for each in find_surplus(snapshots, current_time)]
             if next_change := find_next_change(snapshots, current_time):
                 self._next_changes[source] = next_change
@@ -45,7 +45,7 @@ def find_surplus(snapshots: Iterable[Snapshot], current_time: datetime) -> list[
     for snapshot in snapshots:
         if snapshot.retention is not None:
             series.setdefault(snapshot.source_sandbox, []).append(snapshot)
-    surplus = [each for members in series.values() for each in _find_surplus_of_series(members, current_time)]
+    surplus = [each for members in series.values() for each in _find_series_surplus(members, current_time)]
     return sorted(surplus, key=lambda each: each.created_at)
 
 
@@ -74,7 +74,7 @@ def find_next_change(snapshots: Sequence[Snapshot], current_time: datetime) -> d
     return min((time for time in expiry_times if time >= current_time), default=None)
 
 
-def _find_surplus_of_series(members: list[Snapshot], current_time: datetime) -> list[Snapshot]:
+def _find_series_surplus(members: list[Snapshot], current_time: datetime) -> list[Snapshot]:
     snapshots_newest_first = sort_oldest_first(members)[::-1]
     newest_snapshot = snapshots_newest_first[0]
     rule = newest_snapshot.retention

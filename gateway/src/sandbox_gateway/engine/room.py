@@ -45,7 +45,7 @@ class RoomReport:
     """The sizes of all sandboxes' disks and of all volumes."""
     memory_promised: int
     """The memory of all running sandboxes."""
-    stalled: list[str]
+    stalled_ids: list[str]
     """Ids of the sandboxes that are stopped because the disk has no space left."""
 
 
@@ -57,7 +57,7 @@ class PendingImport:
     memory_bytes: int
     """The bytes for the memory root; 0 if the memory is stored on the disk."""
 
-    def count_written(self, size: int, *, memory: bool) -> None:
+    def count_written_bytes(self, size: int, *, memory: bool) -> None:
         if memory and self.memory_bytes:
             self.memory_bytes = max(0, self.memory_bytes - size)
         else:
@@ -76,9 +76,9 @@ class RoomMonitor:
         self._pending_imports: list[PendingImport] = []
         self._resuming_ids: set[str] = set()
         """Ids of the sandboxes whose machines are being resumed, including those that wait for their lock."""
-        self._disk_was_low = False
+        self._was_disk_low = False
         self._next_full_check_at = 0.0
-        self._pending_reading: asyncio.Future[Room] | None = None
+        self._room_task: asyncio.Future[Room] | None = None
 
     async def report(self) -> RoomReport:
         """Return the room. Raises Timeout if the host does not report it soon."""
@@ -93,13 +93,13 @@ class RoomMonitor:
 
         If the host hangs, later calls wait for the same report, so that they do not pile up.
         """
-        if self._pending_reading is None or self._pending_reading.done():
-            self._pending_reading = asyncio.ensure_future(self._host.room())
+        if self._room_task is None or self._room_task.done():
+            self._room_task = asyncio.ensure_future(self._host.room())
             # Without this, an exception that no caller waits for any more would never be retrieved.
-            self._pending_reading.add_done_callback(lambda reading: reading.cancelled() or reading.exception())
+            self._room_task.add_done_callback(lambda reading: reading.cancelled() or reading.exception())
         try:
             async with asyncio.timeout(_REPORT_TIMEOUT_SECONDS):
-                return await asyncio.shield(self._pending_reading)
+                return await asyncio.shield(self._room_task)
         except TimeoutError:
             raise Timeout(f"the host did not report its free space within {_REPORT_TIMEOUT_SECONDS:g} s") from None
 
@@ -109,7 +109,7 @@ class RoomMonitor:
 
     # -- refusals ---------------------------------------------------------------------------------------------------
 
-    async def require_for_machines(self, count: int) -> None:
+    async def require_room_for_machines(self, count: int) -> None:
         """Raise NoSpace if the host has no room for ``count`` more machines."""
         self._require_space_for_machines(await self._host.room(), count)
 
@@ -124,7 +124,7 @@ class RoomMonitor:
                 "sandboxes, or lower limits.free_memory_mb"
             )
 
-    async def require_for_capture(self, sandbox: Sandbox, *, memory: bool, fork_count: int = 0) -> None:
+    async def require_room_for_capture(self, sandbox: Sandbox, *, memory: bool, fork_count: int = 0) -> None:
         """Raise NoSpace if a capture of ``sandbox`` could leave less free space than the reserve.
 
         ``fork_count``: the number of machines that are started from the capture and also need room.
@@ -144,13 +144,12 @@ class RoomMonitor:
 
     @contextlib.asynccontextmanager
     async def reserved_for_import(
-        self, disk_bytes: int, memory_bytes: int, *, what: str = "the import"
+        self, disk_bytes: int, memory_bytes: int, *, subject: str = "the import"
     ) -> AsyncIterator[PendingImport]:
         """Reserve room for this much data until it is written or the context ends. Other imports cannot use the room.
 
-
-        Raises NoSpace if an import of this much data would leave less free space than the reserve. ``what``: the
-        import, in that error.
+        Raises NoSpace if an import of this much data would leave less free space than the reserve. ``subject``: the
+        import, as named in that error.
         """
         room = await self._host.room()
         if room.memory_disk is None:
@@ -158,7 +157,7 @@ class RoomMonitor:
         elif memory_bytes:
             self._require_memory_disk_space_for_import(room.memory_disk, memory_bytes)
         self._require_disk_space(
-            room, disk_bytes, what, reserved_bytes=sum(each.disk_bytes for each in self._pending_imports)
+            room, disk_bytes, subject, reserved_bytes=sum(each.disk_bytes for each in self._pending_imports)
         )
         pending_import = PendingImport(disk_bytes, memory_bytes)
         self._pending_imports.append(pending_import)
@@ -174,8 +173,8 @@ class RoomMonitor:
             raise NoSpace(
                 f"the memory of the snapshot ({-(-needed_bytes // _MIB)} MiB) would leave less than "
                 f"{self._limits.free_disk_mb} MiB free in the memory root {disk.path}, which has "
-                f"{disk.free // _MIB} MiB free{_describe_reserved(reserved_bytes)}. Delete snapshots, enlarge its file "
-                "system, or lower limits.free_disk_mb"
+                f"{disk.free // _MIB} MiB free{_describe_reservation(reserved_bytes)}. Delete snapshots, enlarge its "
+                "file system, or lower limits.free_disk_mb"
             )
 
     async def _require_memory_disk_space(self, disk: MemoryDisk, sandbox: Sandbox) -> None:
@@ -199,13 +198,13 @@ class RoomMonitor:
         reserve_bytes = self._limits.free_disk_mb * _MIB
         return not reserve_bytes or room.disk_free - needed_bytes >= reserve_bytes
 
-    def _require_disk_space(self, room: Room, needed_bytes: int, what: str, *, reserved_bytes: int = 0) -> None:
+    def _require_disk_space(self, room: Room, needed_bytes: int, subject: str, *, reserved_bytes: int = 0) -> None:
         if not self.has_disk_space(room, needed_bytes + reserved_bytes):
             size_note = f" (up to {-(-needed_bytes // _MIB)} MiB)" if needed_bytes else ""
             raise NoSpace(
-                f"{what}{size_note} would leave less than {self._limits.free_disk_mb} MiB of disk space free: the "
-                f"host has {room.disk_free // _MIB} MiB free{_describe_reserved(reserved_bytes)}. Delete snapshots or "
-                "sandboxes, enlarge the disk, or lower limits.free_disk_mb"
+                f"{subject}{size_note} would leave less than {self._limits.free_disk_mb} MiB of disk space free: the "
+                f"host has {room.disk_free // _MIB} MiB free{_describe_reservation(reserved_bytes)}. Delete snapshots "
+                "or sandboxes, enlarge the disk, or lower limits.free_disk_mb"
             )
 
     # -- stalled machines -------------------------------------------------------------------------------------------
@@ -223,13 +222,13 @@ class RoomMonitor:
         """Find stalled machines. While enough disk space is free, check only every ``_FULL_CHECK_INTERVAL_SECONDS``."""
         free_mb = (await self._host.room()).disk_free // _MIB
         is_disk_low = free_mb < max(self._limits.free_disk_mb, _MIN_FREE_DISK_MB)
-        if is_disk_low or self._disk_was_low or self._stalled_ids or time.monotonic() >= self._next_full_check_at:
+        if is_disk_low or self._was_disk_low or self._stalled_ids or time.monotonic() >= self._next_full_check_at:
             self._next_full_check_at = time.monotonic() + _FULL_CHECK_INTERVAL_SECONDS
             self._publish_changes(await self._host.find_stalled_instances())
             if not is_disk_low:
                 for id in self._stalled_ids - self._resuming_ids:
                     self._context.background.start(self._resume_machine(id))
-        self._disk_was_low = is_disk_low
+        self._was_disk_low = is_disk_low
 
     def _publish_changes(self, instances: set[str]) -> None:
         """Publish which machines have stalled or resumed since the last check."""
@@ -255,5 +254,5 @@ class RoomMonitor:
             self._resuming_ids.discard(id)
 
 
-def _describe_reserved(size: int) -> str:
+def _describe_reservation(size: int) -> str:
     return f", of which running imports need {-(-size // _MIB)} MiB" if size else ""

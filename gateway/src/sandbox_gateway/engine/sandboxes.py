@@ -13,7 +13,7 @@ from sandbox_gateway.engine.captures import Captures
 from sandbox_gateway.engine.collector import Collector
 from sandbox_gateway.engine.context import Context
 from sandbox_gateway.engine.creation_order import Key
-from sandbox_gateway.engine.durations import measured, note_memory_mode
+from sandbox_gateway.engine.durations import measured, set_memory_mode
 from sandbox_gateway.engine.locking import Locking
 from sandbox_gateway.engine.machine_lifecycle import MachineLifecycle
 from sandbox_gateway.engine.mount_plan import MountPlanner
@@ -163,7 +163,7 @@ class Sandboxes:
             head=snapshot.id,
             base=snapshot.id,
             resources=snapshot.resources,
-            mounts=self._mount_planner.without_deleted_volumes(snapshot.mounts, sandbox),
+            mounts=self._mount_planner.exclude_deleted_volumes(snapshot.mounts, sandbox),
         )
 
     @measured("sandbox.pause")
@@ -176,10 +176,10 @@ class Sandboxes:
         if memory:
             paused_sandbox = await self._capture_and_pause(sandbox)
         else:
-            note_memory_mode(MemoryMode.NONE)
+            set_memory_mode(MemoryMode.NONE)
             await self._agents.create_client(sandbox).sync()
-            paused_sandbox = await self._save_paused(sandbox)
-        await self._machines.stop_paused(paused_sandbox)
+            paused_sandbox = await self._save_as_paused(sandbox)
+        await self._machines.stop_paused_machine(paused_sandbox)
         self._events.publish("sandbox.paused", sandboxID=sandbox.id)
 
     async def _capture_and_pause(self, sandbox: Sandbox) -> Sandbox:
@@ -187,12 +187,12 @@ class Sandboxes:
         snapshot = self._captures.create_snapshot_record(sandbox, SnapshotKind.PAUSE)
         try:
             await self._captures.capture(sandbox, snapshot, memory=True)
-            return await self._save_paused(sandbox, pause_snapshot=snapshot.id)
+            return await self._save_as_paused(sandbox, pause_snapshot=snapshot.id)
         except BaseException:
             await self._captures.undo(snapshot.id)
             raise
 
-    async def _save_paused(self, sandbox: Sandbox, **changes: Any) -> Sandbox:
+    async def _save_as_paused(self, sandbox: Sandbox, **changes: Any) -> Sandbox:
         changes |= {"state": SandboxState.PAUSED, "state_reason": ""}
         return await save_sandbox(self._context, sandbox.id, **changes)
 

@@ -127,7 +127,7 @@ class Snapshots:
         """Return the next generated name. The number in it is saved before the name is used, so it is never reused."""
         async with self._locking.running_sandbox_locked(ref) as sandbox:
             number = sandbox.branches + 1
-            while not self._index.is_free(name := f"branch-{sandbox.id}-{number}"):
+            while not self._index.is_name_free(name := f"branch-{sandbox.id}-{number}"):
                 number += 1
             await save_sandbox(self._context, sandbox.id, branches=number)
             return name

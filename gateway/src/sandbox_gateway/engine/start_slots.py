@@ -71,13 +71,13 @@ class StartSlots:
 
     def _release(self) -> None:
         while self._waiting_tasks:
-            future = self._pop_next()
+            future = self._pop_next_future()
             if not future.done():
                 future.set_result(None)
                 return
         self._free_count += 1
 
-    def _pop_next(self) -> asyncio.Future[None]:
+    def _pop_next_future(self) -> asyncio.Future[None]:
         """Remove and return the future of the next waiting task. Its client and its request then come last."""
         client, requests = next(iter(self._waiting_tasks.items()))
         request, queue = next(iter(requests.items()))

@@ -11,7 +11,7 @@ from sandbox_gateway.engine.build_files import BuildFiles
 from sandbox_gateway.engine.builds import Build, LogWriter
 from sandbox_gateway.engine.captures import Captures
 from sandbox_gateway.engine.context import Context
-from sandbox_gateway.engine.image_steps import archive_path, find_archive
+from sandbox_gateway.engine.image_steps import build_archive_path, find_archive
 from sandbox_gateway.engine.machine_lifecycle import MachineLifecycle
 from sandbox_gateway.engine.room import RoomMonitor
 from sandbox_gateway.errors import BackendFailed, Timeout
@@ -48,7 +48,7 @@ class TemplateBuilder:
     async def build(self, build: Build, recipe: Recipe) -> Snapshot:
         """Build a template without a name, and write its log to ``build``."""
         host = self._host
-        await self._room.require_for_machines(1)
+        await self._room.require_room_for_machines(1)
         base = Snapshot(kind=SnapshotKind.BASE, resources=recipe.resources)
         image_command = await host.build_base(base, recipe, build.source_digest, build.log)
         try:
@@ -87,7 +87,7 @@ class TemplateBuilder:
                 )
         if start_command:
             build.log(f"starting {start_command}")
-            await agent.start_in_background(start_command)
+            await agent.start_background_command(start_command)
         if recipe.ready_probe:
             await self._wait_until_ready(build, sandbox, recipe)
 
@@ -96,7 +96,7 @@ class TemplateBuilder:
         with self._build_files.opened(digest) as archive:
             build.log(f"uploading {archive.size} bytes of files")
             client = self._agents.create_client(sandbox)
-            await client.upload(archive_path(digest), archive.size, archive.pieces(), seconds=seconds)
+            await client.upload(build_archive_path(digest), archive.size, archive.read_pieces(), seconds=seconds)
 
     async def _wait_until_ready(self, build: Build, sandbox: Sandbox, recipe: Recipe) -> None:
         build.log(f"waiting for {recipe.ready_probe}")

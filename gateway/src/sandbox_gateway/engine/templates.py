@@ -55,7 +55,7 @@ class Templates:
         self._build_slots = asyncio.Semaphore(context.config.limits.builds)
 
     def copy_builds(self, other: Templates) -> None:
-        """Also list the builds of another engine. Those that have not ended are also carried out in this engine."""
+        """Copy the builds of another engine. Those that have not ended are also carried out in this engine."""
         for build in other._builds.values():
             if build.status == "building":
                 build = build.copy_initial_state()
@@ -63,7 +63,7 @@ class Templates:
             self._builds[build.build_id] = build
 
     def get(self, ref: str) -> Snapshot:
-        return self._index.get_snapshot(ref, what="template", kinds=[SnapshotKind.TEMPLATE])
+        return self._index.get_snapshot(ref, noun="template", kinds=[SnapshotKind.TEMPLATE])
 
     def list(self) -> Sequence[Snapshot]:
         return self._snapshots.list([SnapshotKind.TEMPLATE])
@@ -77,7 +77,7 @@ class Templates:
         require_valid_name(name)
         self._prewarm.check_count(self._context.host.abilities.memory, prewarm or 0)
         digest_of_source = await self._digest_source(recipe)
-        digest = recipe.digest(await self.compute_guest_digest(), digest_of_source)
+        digest = recipe.compute_digest(await self.compute_guest_digest(), digest_of_source)
         if (running_build := self._find_running_build(name, digest)) is not None:
             running_build.prewarm = running_build.prewarm if prewarm is None else prewarm
             return running_build
@@ -85,8 +85,8 @@ class Templates:
             if prewarm is not None:
                 await self._prewarm.set_target(existing_template.id, prewarm)
             return _create_finished_build(existing_template, name, digest)
-        self._require_available(name)
-        self._build_files.require_for(recipe.setup)
+        self._require_available_name(name)
+        self._build_files.require_archives(recipe.setup)
         build = Build(
             template_id=new_id(),
             name=name,
@@ -103,7 +103,7 @@ class Templates:
     def announce(self, name: str, resources: Resources) -> Build:
         """Return a build that waits for ``start``. Only the newest 100 of them are kept."""
         require_valid_name(name)
-        self._require_available(name)
+        self._require_available_name(name)
         build = Build(template_id=new_id(), name=name, digest="", status="waiting")
         self._announced_builds[build.build_id] = build, resources
         while len(self._announced_builds) > _MAX_BUILDS:
@@ -117,9 +117,9 @@ class Templates:
             raise NotFound("build", build_id, parent=template_ref)
         build, resources = self._announced_builds[build_id]
         recipe = make_recipe(resources)
-        self._build_files.require_for(recipe.setup)
+        self._build_files.require_archives(recipe.setup)
         digest_of_source = await self._digest_source(recipe)
-        digest = recipe.digest(await self.compute_guest_digest(), digest_of_source)
+        digest = recipe.compute_digest(await self.compute_guest_digest(), digest_of_source)
         if self._announced_builds.pop(build_id, None) is None:
             raise Conflict(f"build {build_id!r} has already been started: request a new build")
         build.digest, build.source_digest, build.recipe = digest, digest_of_source, _canonicalize_recipe(recipe)
@@ -132,7 +132,7 @@ class Templates:
         build, _ = self._announced_builds.get(build_id, (None, None))
         return build if build and template_ref in (build.template_id, build.name) else None
 
-    def require_known(self, ref: str) -> None:
+    def require_known_template(self, ref: str) -> None:
         """Raise NotFound if ``ref`` is neither a template nor the template of a build, which may not have started."""
         announced_builds = (build for build, _ in self._announced_builds.values())
         if not any(ref in (build.template_id, build.name) for build in announced_builds):
@@ -181,7 +181,7 @@ class Templates:
             template = self.get(template_ref)
             if alias in template.names:
                 return template
-            self._require_available(alias)
+            self._require_available_name(alias)
             return await finish_despite_cancellation(self._set_alias(template, alias))
 
     async def _set_alias(self, template: Snapshot, alias: str) -> Snapshot:
@@ -213,7 +213,7 @@ class Templates:
                 return built_digest
         return _UNKNOWN_DIGEST
 
-    def _require_available(self, name: str) -> None:
+    def _require_available_name(self, name: str) -> None:
         """Raise NameTaken if the name belongs to an object other than a template. Only templates can lose a name."""
         owner_id = self._index.find_owner(name)
         if owner_id and not (
@@ -305,7 +305,7 @@ def is_outdated(template: Snapshot, guest_digest: str) -> bool | None:
     if recipe.path and not template.source_digest:
         # The template was built by an older gateway, which did not store the digest of these files.
         return None
-    return recipe.digest(guest_digest, template.source_digest) != template.recipe_digest
+    return recipe.compute_digest(guest_digest, template.source_digest) != template.recipe_digest
 
 
 def _canonicalize_recipe(recipe: Recipe) -> dict[str, Any]:

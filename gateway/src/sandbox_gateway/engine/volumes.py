@@ -46,9 +46,9 @@ class Volumes:
     def list(self) -> Sequence[Volume]:
         return sort_oldest_first(self._index.volumes.values())
 
-    def mounts_of(self, volume: Volume) -> Sequence[tuple[Sandbox, Mount]]:
+    def list_mounts(self, volume: Volume) -> Sequence[tuple[Sandbox, Mount]]:
         """Return the mounts of a volume, each with the running or paused sandbox that mounts it."""
-        return self._index.mounts_of(volume)
+        return self._index.list_mounts(volume)
 
     async def get_state(self, ref: str) -> VolumeState:
         return await self._host.volume_state(self.get(ref))
@@ -107,7 +107,7 @@ class Volumes:
             await finish_despite_cancellation(self._removal.remove_volume(volume))
 
     def list_snapshots(self, ref: str) -> Sequence[VolumeSnapshot]:
-        return self._index.list_snapshots_of(self.get(ref))
+        return self._index.list_volume_snapshots(self.get(ref))
 
     @measured("volume.snapshot")
     async def create_snapshot(self, ref: str, name: str = "") -> VolumeSnapshot:
@@ -121,7 +121,7 @@ class Volumes:
                 id=id, name=require_valid_name(name) if name else id, volume=volume.id, size_mb=volume.size_mb
             )
             conflicts = [
-                each for each in self._index.list_snapshots_of(volume) if snapshot.name in (each.name, each.id)
+                each for each in self._index.list_volume_snapshots(volume) if snapshot.name in (each.name, each.id)
             ]
             if conflicts:
                 raise NameTaken(

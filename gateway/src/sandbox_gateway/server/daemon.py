@@ -13,7 +13,7 @@ from sandbox_gateway.config import Config, load
 from sandbox_gateway.errors import GatewayError
 
 DEFAULT_CONFIG = Path("/etc/sandbox-gateway/config.toml")
-EXIT_CODE_START_FAILED = 2
+START_FAILED_EXIT_CODE = 2
 
 app = typer.Typer(
     name="sandbox-gateway",
@@ -26,7 +26,9 @@ ConfigOption = Annotated[Path, typer.Option("--config", metavar="FILE", help="Th
 
 
 @app.callback(invoke_without_command=True)
-def _root(version: Annotated[bool, typer.Option("--version", help="Print the version and exit.")] = False) -> None:
+def _handle_global_options(
+    version: Annotated[bool, typer.Option("--version", help="Print the version and exit.")] = False,
+) -> None:
     if version:
         typer.echo(__version__)
         raise typer.Exit
@@ -83,10 +85,10 @@ def main() -> None:
         app()
     except GatewayError as error:
         print(f"sandbox-gateway: {error.message}", file=sys.stderr)
-        sys.exit(EXIT_CODE_START_FAILED)
+        sys.exit(START_FAILED_EXIT_CODE)
     except OSError as error:
         print(f"sandbox-gateway: {error}", file=sys.stderr)
-        sys.exit(EXIT_CODE_START_FAILED)
+        sys.exit(START_FAILED_EXIT_CODE)
 
 
 if __name__ == "__main__":

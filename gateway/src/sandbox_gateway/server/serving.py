@@ -75,7 +75,7 @@ async def serve(config: Config, engine: Engine, stop_event: asyncio.Event) -> No
     keys, address, tls = load_listener_settings(config.server)
     try:
         async with start_timeout_extended():
-            is_open = await _run_until(stop_event, engine.open())
+            is_open = await _run_until_stopped(stop_event, engine.open())
         if is_open:
             heap.exclude_existing_objects()
             await _serve(config, engine, keys, address, tls, stop_event)
@@ -359,7 +359,7 @@ def _create_tcp_socket(connections: Connections, address: Address, listen: str) 
     return listener
 
 
-async def _run_until(stop_event: asyncio.Event, work: Awaitable[None]) -> bool:
+async def _run_until_stopped(stop_event: asyncio.Event, work: Awaitable[None]) -> bool:
     """Await ``work``, but cancel it if ``stop_event`` is set first. Returns whether ``work`` finished."""
     worker, stop_task = asyncio.ensure_future(work), asyncio.ensure_future(stop_event.wait())
     await asyncio.wait({worker, stop_task}, return_when=asyncio.FIRST_COMPLETED)

@@ -41,14 +41,14 @@ async def watchdog_notified() -> AsyncIterator[None]:
         return
     if os.environ.get("NOTIFY_SOCKET"):
         faulthandler.enable()
-        async with _repeated(lambda: notify("WATCHDOG=1"), seconds / 2):
+        async with _action_repeated(lambda: notify("WATCHDOG=1"), seconds / 2):
             yield
         return
     # This thread is written in C, so it also runs if a call never releases the GIL.
     restart_timer = functools.partial(faulthandler.dump_traceback_later, seconds, exit=True)
     restart_timer()
     try:
-        async with _repeated(restart_timer, seconds / 2):
+        async with _action_repeated(restart_timer, seconds / 2):
             yield
     finally:
         faulthandler.cancel_dump_traceback_later()
@@ -58,7 +58,7 @@ async def watchdog_notified() -> AsyncIterator[None]:
 async def start_timeout_extended() -> AsyncIterator[None]:
     """Inside this context, repeatedly extend the start timeout, because a start with many sandboxes is slow."""
     state = f"EXTEND_TIMEOUT_USEC={_EXTENSION_SECONDS * 1e6:.0f}"
-    async with _repeated(lambda: notify(state), _EXTENSION_INTERVAL_SECONDS):
+    async with _action_repeated(lambda: notify(state), _EXTENSION_INTERVAL_SECONDS):
         yield
 
 
@@ -71,7 +71,7 @@ def _read_watchdog_seconds() -> float:
 
 
 @contextlib.asynccontextmanager
-async def _repeated(action: Callable[[], None], interval: float) -> AsyncIterator[None]:
+async def _action_repeated(action: Callable[[], None], interval: float) -> AsyncIterator[None]:
     """Inside this context, call ``action`` every ``interval`` seconds."""
 
     async def repeat() -> None:

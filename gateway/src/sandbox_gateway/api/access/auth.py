@@ -32,7 +32,8 @@ _EXEC_PATH_PATTERN = re.compile(r"/sandboxes/[^/]+/exec|/v1/sandboxes/[^/]+/(exe
 _ADMIN_PATH_PATTERN = re.compile(r"/snapshots/[^/]+/export|/templates/[^/]+/files/[^/]+")
 """GET requests to these paths require the scope `admin`.
 
-The former return the disk and the memory of a machine, including all secrets in them, and the latter a URL for uploads.
+The first ones return the disk and the memory of a machine, including all secrets in them. The others return a URL for
+uploads.
 """
 _CONTROL_CHARACTER_PATTERN = re.compile(r"[\x00-\x1f\x7f]")
 _PLANS_PATH = "/plans"
@@ -182,13 +183,13 @@ def identify(scope: Scope, keys: Keys) -> Caller | None:
     return caller
 
 
-def caller_of(scope: Scope) -> Caller:
+def get_caller(scope: Scope) -> Caller:
     """Return the caller of an authorized request."""
     caller: Caller = scope[_CALLER_KEY]
     return caller
 
 
-def plan_of(scope: Scope) -> str:
+def get_plan_id(scope: Scope) -> str:
     """Return the id of the plan session of a request, or "" if it has none."""
     plan_id: str = scope.get(_PLAN_KEY, "")
     return plan_id
@@ -199,7 +200,7 @@ def is_local(scope: Scope) -> bool:
     return _LOCAL_KEY in scope
 
 
-def applied_run_of(scope: Scope) -> str:
+def get_applied_run_id(scope: Scope) -> str:
     """Return the id of the run that applies a plan with this request, or "" if there is none."""
     run_id: str = scope.get(_RUN_KEY, "")
     return run_id
@@ -218,11 +219,15 @@ def create_unauthorized_error(scope: Scope, keys: Keys) -> Unauthorized:
     return Unauthorized("the request has no API key: send X-API-Key: KEY or Authorization: Bearer KEY")
 
 
-def determine_required_permission(method: str, path: str, *, in_plan: bool = False) -> Permission:
-    """Return the permission that a control-plane request requires. ``in_plan``: whether it is in a plan session."""
-    if _ADMIN_PATH_PATTERN.fullmatch(path) and not in_plan:
+def determine_required_permission(method: str, path: str, *, is_in_plan: bool = False) -> Permission:
+    """Return the permission that a control-plane request requires. ``is_in_plan``: whether it is in a plan session."""
+    if _ADMIN_PATH_PATTERN.fullmatch(path) and not is_in_plan:
         return Permission.ADMIN
-    if method in ("GET", "HEAD", "OPTIONS") or in_plan or f"{path}/".startswith((f"{_PLANS_PATH}/", f"{_RUNS_PATH}/")):
+    if (
+        method in ("GET", "HEAD", "OPTIONS")
+        or is_in_plan
+        or f"{path}/".startswith((f"{_PLANS_PATH}/", f"{_RUNS_PATH}/"))
+    ):
         return Permission.READ
     return Permission.EXEC if runs_code(method, path) else Permission.ADMIN
 
@@ -258,14 +263,14 @@ class AuthMiddleware:
                     "the gateway does not support direct access to the files of a volume: mount the volume in a "
                     "sandbox, and use the file calls of the sandbox"
                 )
-            in_plan = _PLAN_KEY in scope
-            is_prefixed = in_plan or _RUN_KEY in scope
+            is_in_plan = _PLAN_KEY in scope
+            is_prefixed = is_in_plan or _RUN_KEY in scope
             is_open = scope["path"] in OPEN_PATHS or is_signed_upload(self.secret, scope, time.time())
             if is_prefixed or not is_open:
                 if caller is None:
                     raise create_unauthorized_error(scope, self.keys)
                 require_permission(
-                    caller, determine_required_permission(scope["method"], scope["path"], in_plan=in_plan)
+                    caller, determine_required_permission(scope["method"], scope["path"], is_in_plan=is_in_plan)
                 )
         await self.app(scope, receive, send)
 

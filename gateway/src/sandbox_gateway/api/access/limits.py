@@ -7,7 +7,7 @@ import asyncio
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from sandbox_gateway.api.access.auth import plan_of
+from sandbox_gateway.api.access.auth import get_plan_id
 from sandbox_gateway.api.access.pace import MIN_BYTES_PER_SECOND, Pace
 from sandbox_gateway.api.access.signed_urls import UPLOAD_PREFIX
 from sandbox_gateway.errors import Busy, GatewayError, OverQuota
@@ -37,20 +37,20 @@ class TooSlow(GatewayError):
     status = 408
 
     @classmethod
-    def for_whole_body(cls, seconds: float) -> TooSlow:
+    def create_for_whole_body(cls, seconds: float) -> TooSlow:
         return cls(
             f"the request body did not arrive within {seconds:g} s (server.request_seconds): send it faster, or "
             "send less"
         )
 
     @classmethod
-    def for_stalled_body(cls, seconds: float) -> TooSlow:
+    def create_for_stalled_body(cls, seconds: float) -> TooSlow:
         return cls(
             f"no data of the request body arrived for {seconds:g} s (server.stalled_seconds): send the request again"
         )
 
     @classmethod
-    def for_slow_file(cls, seconds: float) -> TooSlow:
+    def create_for_slow_file(cls, seconds: float) -> TooSlow:
         return cls(
             f"for {seconds:g} s (server.stalled_seconds), the file arrived at less than "
             f"{MIN_BYTES_PER_SECOND >> 10} KiB per second: send it from a host with a faster connection"
@@ -61,7 +61,7 @@ class BodyLimitMiddleware:
     """Middleware that limits the size and upload time of request bodies.
 
     Raises TooLarge beyond MAX_BODY_BYTES, TooSlow after ``seconds``, and Busy if all bodies together exceed
-    MAX_HELD_BYTES. For the body of a file, only the pace is limited (``stalled_seconds``).
+    MAX_HELD_BYTES. If the body is a file, only its pace is limited (``stalled_seconds``).
     """
 
     def __init__(self, app: ASGIApp, seconds: float, stalled_seconds: float) -> None:
@@ -89,7 +89,7 @@ class BodyLimitMiddleware:
                 async with asyncio.timeout_at(deadline):
                     message = await receive()
             except TimeoutError:
-                raise TooSlow.for_whole_body(self.seconds) from None
+                raise TooSlow.create_for_whole_body(self.seconds) from None
             if not message.get("more_body"):
                 # After the body, only the client's disconnect can follow, at any time.
                 deadline = None
@@ -120,7 +120,7 @@ class BodyLimitMiddleware:
             try:
                 message = await pace.wait_for_client(receive())
             except TimeoutError:
-                raise TooSlow.for_slow_file(self.stalled_seconds) from None
+                raise TooSlow.create_for_slow_file(self.stalled_seconds) from None
             pace.count(len(message.get("body", b"")))
             is_complete = not message.get("more_body")
             return message
@@ -135,4 +135,4 @@ def _has_file(scope: Scope) -> bool:
     """
     method, path = scope["method"], scope["path"]
     is_file = (method == "POST" and path == IMPORT_PATH) or (method == "PUT" and path.startswith(UPLOAD_PREFIX))
-    return is_file and not plan_of(scope)
+    return is_file and not get_plan_id(scope)

@@ -16,7 +16,7 @@ from starlette.datastructures import Headers
 from starlette.types import Scope
 
 from sandbox_gateway.api.access import auth
-from sandbox_gateway.api.access.signed_urls import SignerFinder, signed_url_of
+from sandbox_gateway.api.access.signed_urls import SignerFinder, get_signed_url
 from sandbox_gateway.api.errors import clip
 from sandbox_gateway.engine.engine import Engine
 from sandbox_gateway.errors import Forbidden, GatewayError, NotFound, Unauthorized
@@ -41,7 +41,7 @@ class NotRunning(GatewayError):
         self.kind = kind
 
     @classmethod
-    def for_missing_sandbox(cls, ref: str) -> NotRunning:
+    def create_for_missing_sandbox(cls, ref: str) -> NotRunning:
         return cls(NotFound.kind, f"sandbox {clip(ref, 80)!r} was not found: it was removed, or never existed")
 
     @classmethod
@@ -84,7 +84,7 @@ class PortAccess:
 
         Returns None if the URL is not signed. Raises Unauthorized if the signature is wrong or has expired.
         """
-        url = signed_url_of(scope)
+        url = get_signed_url(scope)
         if url is None:
             return None
         sandbox = self._signer_finder.find(url)
@@ -108,7 +108,7 @@ class PortAccess:
                 if query is None:
                     raise self._create_refusal_error(scope, caller, headers, port)
         if sandbox is None:
-            raise NotRunning.for_missing_sandbox(ref)
+            raise NotRunning.create_for_missing_sandbox(ref)
         return Admission(sandbox, query)
 
     def _find_sandbox(self, ref: str) -> Sandbox | None:
@@ -128,7 +128,7 @@ class PortAccess:
         )
 
     def _extract_signed_query(self, scope: Scope, id: str, port: int) -> bytes | None:
-        url = signed_url_of(scope) if port == AGENT_PORT else None
+        url = get_signed_url(scope) if port == AGENT_PORT else None
         if url is None or not url.find_signers({id: self.engine.secret.derive(id).encode()}):
             return None
         url.check_expiration(time.time())

@@ -1,4 +1,4 @@
-"""Verify signed URLs: those of files, which E2B's clients create, and those to which they upload files for a build.
+"""Verify signed URLs of files, which E2B's clients create, and sign and verify URLs for uploading files for a build.
 
 This module also finds the sandbox whose token signed the URL of a file.
 
@@ -103,7 +103,7 @@ def parse_signed_url(method: str, query: bytes) -> SignedUrl | None:
     return SignedUrl(path, operation, user, signature, expiration)
 
 
-def signed_url_of(scope: Scope) -> SignedUrl | None:
+def get_signed_url(scope: Scope) -> SignedUrl | None:
     if scope["type"] != "http" or scope.get("raw_path") != _FILES_PATH:
         return None
     return parse_signed_url(scope["method"], scope.get("query_string", b""))
@@ -152,7 +152,9 @@ class SignerFinder:
 def sign_upload(secret: Secret, digest: str, now: float) -> str:
     """Return the path and the query of a URL to which anyone may upload the archive ``digest`` for an hour."""
     path, expiration = f"{UPLOAD_PREFIX}{digest}", str(int(now) + _UPLOAD_SECONDS)
-    return f"{path}?{urlencode({'expires': expiration, 'signature': _upload_signature(secret, path, expiration)})}"
+    return (
+        f"{path}?{urlencode({'expires': expiration, 'signature': _compute_upload_signature(secret, path, expiration)})}"
+    )
 
 
 def is_signed_upload(secret: Secret, scope: Scope, now: float) -> bool:
@@ -166,7 +168,7 @@ def is_signed_upload(secret: Secret, scope: Scope, now: float) -> bool:
     if "signature" not in parameters:
         return False
     expiration = parameters.get("expires", "")
-    expected_signature = _upload_signature(secret, scope["path"], expiration)
+    expected_signature = _compute_upload_signature(secret, scope["path"], expiration)
     if not hmac.compare_digest(expected_signature.encode(), parameters["signature"].encode()):
         raise Unauthorized("the signature of this URL is not valid: request a new URL for this upload")
     if now > int(expiration):
@@ -174,5 +176,5 @@ def is_signed_upload(secret: Secret, scope: Scope, now: float) -> bool:
     return True
 
 
-def _upload_signature(secret: Secret, path: str, expiration: str) -> str:
+def _compute_upload_signature(secret: Secret, path: str, expiration: str) -> str:
     return secret.derive(f"upload to {path} until {expiration}")

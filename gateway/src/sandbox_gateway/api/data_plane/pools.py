@@ -34,7 +34,7 @@ class MachineConnections:
         self.key = _make_machine_key(sandbox)
         self._sandbox = sandbox
         self._engine = engine
-        self.transport = Transport(tls, max_idle=MAX_IDLE_CONNECTIONS, idle_seconds=IDLE_SECONDS)
+        self.transport = Transport(tls, max_idle_connections=MAX_IDLE_CONNECTIONS, idle_seconds=IDLE_SECONDS)
         self.end_future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         """Done when the sandbox no longer runs on this machine: current requests cannot complete."""
         self.active_requests = 0
@@ -67,7 +67,7 @@ class Pools:
 
         Raises Busy if the machine has too many requests.
         """
-        connections = self._connections_of(sandbox)
+        connections = self._get_connections(sandbox)
         limit = self._engine.config.limits.connections
         if connections.active_requests >= limit:
             raise Busy(
@@ -79,7 +79,7 @@ class Pools:
         finally:
             connections.active_requests -= 1
 
-    def _connections_of(self, sandbox: Sandbox) -> MachineConnections:
+    def _get_connections(self, sandbox: Sandbox) -> MachineConnections:
         if self._watcher is None or self._watcher.done():
             self._watcher = asyncio.create_task(self._watch())
         connections = self._connections_by_sandbox.get(sandbox.id)

@@ -93,9 +93,9 @@ class Target:
     port: int
     host: str
     """The Host header of the request, or `localhost:PORT` if that header does not name the sandbox."""
-    by_host: bool
+    is_named_by_host: bool
     """Whether the client's Host header names the sandbox."""
-    signed: bool = False
+    is_signed: bool = False
     """Whether only the signature of the URL identifies the sandbox."""
 
 
@@ -110,7 +110,7 @@ class AddressFormats:
         host_header = headers.get("host", "")
         match = self._host_pattern.fullmatch(host_header.lower())
         if match:
-            return Target(match[2], _parse_port(match[1]), host_header, by_host=True)
+            return Target(match[2], _parse_port(match[1]), host_header, is_named_by_host=True)
         if _ID_HEADER in headers and _PORT_HEADER in headers:
             ref = headers[_ID_HEADER]
             if not 0 < len(ref) <= MAX_REF_LENGTH:
@@ -121,7 +121,7 @@ class AddressFormats:
             port = _parse_port(headers[_PORT_HEADER])
             if port == AGENT_PORT and _CONTROL_PLANE_PATH_PATTERN.match(path):
                 return None
-            return Target(ref, port, f"localhost:{port}", by_host=False)
+            return Target(ref, port, f"localhost:{port}", is_named_by_host=False)
         return None
 
 
@@ -169,7 +169,9 @@ class DataPlane:
         target = self.addresses.find_target(headers, scope["path"]) if scope["type"] in ("http", "websocket") else None
         admission = self.access.admit_signed_url(scope) if target is None else None
         if admission is not None:
-            target = Target(admission.sandbox.id, AGENT_PORT, f"localhost:{AGENT_PORT}", by_host=False, signed=True)
+            target = Target(
+                admission.sandbox.id, AGENT_PORT, f"localhost:{AGENT_PORT}", is_named_by_host=False, is_signed=True
+            )
         if target is None:
             if scope["type"] == "websocket":
                 raise Unsupported(
@@ -181,7 +183,7 @@ class DataPlane:
         _require_forwardable(scope, headers)
         admission = admission or self.access.admit(scope, headers, target.ref, target.port)
         may_resume = headers.get(_RESUME_HEADER, "").lower() != "false"
-        sandbox = await self._find_running(admission.sandbox, may_resume=may_resume)
+        sandbox = await self._find_running_sandbox(admission.sandbox, may_resume=may_resume)
         try:
             address, token = self.engine.agents.get_endpoint(sandbox.id)
         except (Conflict, NotFound) as error:
@@ -196,7 +198,7 @@ class DataPlane:
             address,
             host,
             _join_path_and_query(scope, admission.query),
-            self._build_headers_for_service(headers, target.port, host, token, signed=admission.query is not None),
+            self._build_headers_for_service(headers, target.port, host, token, is_signed=admission.query is not None),
         )
         with self.pools.request_counted(sandbox) as machine:
             if scope["type"] == "websocket":
@@ -206,7 +208,7 @@ class DataPlane:
                     incoming_request, machine, self.engine.config.server.stalled_seconds, has_body=_has_body(headers)
                 )
 
-    async def _find_running(self, sandbox: Sandbox, *, may_resume: bool) -> Sandbox:
+    async def _find_running_sandbox(self, sandbox: Sandbox, *, may_resume: bool) -> Sandbox:
         """Return the sandbox. Resume it first if it is paused, was created with autoResume, and ``may_resume`` is set.
 
         Concurrent requests wait for the sandbox to be resumed. Raises NotRunning if it has been removed.
@@ -221,18 +223,18 @@ class DataPlane:
         try:
             return self.engine.sandboxes.get(sandbox.id)
         except NotFound:
-            raise NotRunning.for_missing_sandbox(sandbox.id) from None
+            raise NotRunning.create_for_missing_sandbox(sandbox.id) from None
 
     def _build_headers_for_service(
-        self, headers: Headers, port: int, host: str, token: str, *, signed: bool
+        self, headers: Headers, port: int, host: str, token: str, *, is_signed: bool
     ) -> list[tuple[bytes, bytes]]:
-        """Return the headers to forward: the request's, without the gateway's secrets and connection-specific headers.
+        """Return the request's headers to forward, without the gateway's secrets and connection-specific headers.
 
         Host becomes ``host``. A request to a port of the agent also gets the access token of that port.
         """
         dropped_names = _DROPPED_REQUEST_HEADERS | _parse_connection_options(headers)
         # A signed URL is valid only for the user it names.
-        if signed or any(self._has_api_key(value) for value in headers.getlist("authorization")):
+        if is_signed or any(self._has_api_key(value) for value in headers.getlist("authorization")):
             dropped_names |= {"authorization"}
         forwarded_headers = [(name, value) for name, value in headers.raw if _lowercase_name(name) not in dropped_names]
         forwarded_headers.insert(0, (b"host", host.encode("latin-1")))
@@ -271,7 +273,7 @@ def _require_forwardable(scope: Scope, headers: Headers) -> None:
 async def _forward_http(
     incoming_request: ServiceRequest, machine: MachineConnections, stalled_seconds: float, *, has_body: bool
 ) -> None:
-    body = _Body(incoming_request.receive, stalled_seconds, expected=has_body)
+    body = _Body(incoming_request.receive, stalled_seconds, has_body=has_body)
     request = httpx.Request(
         incoming_request.scope["method"],
         httpx.URL(scheme="http", host=incoming_request.address, port=incoming_request.target.port),
@@ -361,14 +363,14 @@ class _Exchange:
 
 
 class _Body(httpx.AsyncByteStream):
-    """A stream of the request's body, empty unless ``expected``. Raises TooSlow after ``seconds`` without data."""
+    """A stream of the request's body, empty unless ``has_body``. Raises TooSlow after ``seconds`` without data."""
 
-    def __init__(self, receive: Receive, seconds: float, *, expected: bool) -> None:
+    def __init__(self, receive: Receive, seconds: float, *, has_body: bool) -> None:
         self.receive = receive
         self.seconds = seconds
         self.fully_read_event = asyncio.Event()
         """Set once the whole body has been read: only the client's disconnect can follow."""
-        if not expected:
+        if not has_body:
             self.fully_read_event.set()
 
     async def __aiter__(self) -> AsyncIterator[bytes]:
@@ -389,7 +391,7 @@ class _Body(httpx.AsyncByteStream):
             async with asyncio.timeout(self.seconds):
                 return await self.receive()
         except TimeoutError:
-            raise TooSlow.for_stalled_body(self.seconds) from None
+            raise TooSlow.create_for_stalled_body(self.seconds) from None
 
 
 async def _run_unless_interrupted(work: Coroutine[Any, Any, None], body: _Body, machine: MachineConnections) -> bool:
@@ -487,23 +489,25 @@ def _create_machine_ended_error(incoming_request: ServiceRequest) -> ProxyFailed
 
 
 def _build_headers_for_client(
-    raw: Iterable[tuple[bytes, bytes]], target: Target, unwanted_names: Iterable[str] = ()
+    raw_headers: Iterable[tuple[bytes, bytes]], target: Target, unwanted_names: Iterable[str] = ()
 ) -> list[tuple[bytes, bytes]]:
     """Return the service's headers, without connection-specific headers and those in ``unwanted_names``.
 
     The response to a signed URL also gets headers that isolate it from other pages at the gateway's address.
     """
-    headers = Headers(raw=[(name.lower(), value) for name, value in raw])
+    headers = Headers(raw=[(name.lower(), value) for name, value in raw_headers])
     dropped_names = _DROPPED_RESPONSE_HEADERS.union(_parse_connection_options(headers), unwanted_names)
-    if not target.by_host:
+    if not target.is_named_by_host:
         dropped_names |= _HOST_WIDE_HEADERS
-    if target.signed:
+    if target.is_signed:
         dropped_names |= _ISOLATION_HEADERS.keys()
     if "transfer-encoding" in headers:
         # Transfer-Encoding overrides Content-Length (RFC 9112, 6.3).
         dropped_names |= {"content-length"}
     host = target.host.partition(":")[0].rstrip(".").lower()
-    isolation_headers = [(name.encode(), value) for name, value in _ISOLATION_HEADERS.items()] if target.signed else []
+    isolation_headers = (
+        [(name.encode(), value) for name, value in _ISOLATION_HEADERS.items()] if target.is_signed else []
+    )
     return isolation_headers + [
         (name, value)
         for name, value in headers.raw

@@ -23,13 +23,13 @@ from sandbox_gateway.hosts.connect import connect
 class Transport(httpx.AsyncHTTPTransport):
     """A transport that opens connections with ``hosts.connect`` and whose streams count the bytes of response heads."""
 
-    def __init__(self, tls: ssl.SSLContext, *, max_idle: int, idle_seconds: float) -> None:
+    def __init__(self, tls: ssl.SSLContext, *, max_idle_connections: int, idle_seconds: float) -> None:
         super().__init__(verify=tls, trust_env=False)
         # httpx has no parameter for the backend, and sets socket options only after connecting.
         self._pool = _Pool(
             ssl_context=tls,
             max_connections=None,
-            max_keepalive_connections=max_idle,
+            max_keepalive_connections=max_idle_connections,
             keepalive_expiry=idle_seconds,
             network_backend=_Backend(),
         )

@@ -40,7 +40,7 @@ HANDSHAKE_SECONDS = 60.0
 MAX_UNSENT_BYTES = 256 << 10
 """Maximum bytes buffered for a peer that does not read, such as replies to its pings."""
 _CLOSE_SECONDS = 5.0
-_NO_CODE, _NORMAL, _RESTART, _BAD_GATEWAY = 1005, 1000, 1012, 1014
+_NO_CODE, _NORMAL_CLOSURE, _SERVICE_RESTART, _BAD_GATEWAY = 1005, 1000, 1012, 1014
 _BAD_REQUEST_RESPONSE = b"HTTP/1.1 400 Bad Request\r\nConnection: close\r\nContent-Length: 0\r\n\r\n"
 HANDSHAKE_HEADERS = frozenset(
     {
@@ -163,7 +163,7 @@ class _ServiceConnection(ClientConnection):
         await super().handshake(*args, **kwargs)
         self.transport.max_size = MAX_FRAGMENT_BYTES  # type: ignore[attr-defined]
 
-    async def next_fragment(self) -> Frame:
+    async def receive_fragment(self) -> Frame:
         """Return the next fragment. Raises ConnectionClosed."""
         assembler = self.recv_messages
         try:
@@ -293,7 +293,7 @@ class Tunnel:
             tasks = {to_service_task, to_client_task}
             await asyncio.wait({*tasks, self._machine.end_future}, return_when=asyncio.FIRST_COMPLETED)
             if self._machine.end_future.done():
-                await self._close(_RESTART, "the sandbox was rolled back, paused or ended")
+                await self._close(_SERVICE_RESTART, "the sandbox was rolled back, paused or ended")
             elif self._has_client_left:
                 await to_service_task
             else:
@@ -336,7 +336,7 @@ class Tunnel:
         self._has_client_left = True
         if "reason" in message:
             code = message.get("code", _NO_CODE)
-            await service.close(_NORMAL if code == _NO_CODE else code, message["reason"] or "")
+            await service.close(_NORMAL_CLOSURE if code == _NO_CODE else code, message["reason"] or "")
         else:
             # The client disconnected without a close frame, so disconnect from the service in the same way.
             service.transport.close()
@@ -348,7 +348,7 @@ class Tunnel:
         """
         try:
             while True:
-                frame = await service.next_fragment()
+                frame = await service.receive_fragment()
                 # Keep reading after the client has closed: the reply to its close frame arrives last.
                 if not self._has_client_left:
                     await self._send_to_client({"type": "websocket.send", "frame": frame})
@@ -361,4 +361,4 @@ class Tunnel:
         if close_frame is None:
             await self._close(_BAD_GATEWAY, "the service in the sandbox closed the connection unexpectedly")
         else:
-            await self._close(_NORMAL if close_frame.code == _NO_CODE else close_frame.code, close_frame.reason)
+            await self._close(_NORMAL_CLOSURE if close_frame.code == _NO_CODE else close_frame.code, close_frame.reason)

@@ -76,7 +76,7 @@ async def delete_snapshot(
 @router.get("/v1/snapshots/{ref}/info", response_model_exclude_none=True, summary="Show the details of a snapshot")
 async def show_snapshot(ref: TagRef, engine: EngineDep) -> shapes.SnapshotDetail:
     snapshot = engine.snapshots.get(ref)
-    user_ids = [sandbox.id for sandbox in engine.references.users_of(snapshot).blocking_sandboxes]
+    user_ids = [sandbox.id for sandbox in engine.references.find_users(snapshot).blocking_sandboxes]
     return shapes.describe_snapshot_in_detail(snapshot, engine.snapshots.get_file_paths(snapshot.id), user_ids)
 
 
@@ -84,7 +84,7 @@ async def show_snapshot(ref: TagRef, engine: EngineDep) -> shapes.SnapshotDetail
     "/v1/snapshots/{ref}/compact", status_code=201, summary="Not supported, because every snapshot is complete"
 )
 async def compact_snapshot(ref: TagRef, body: shapes.CompactSnapshot, engine: EngineDep) -> shapes.SnapshotInfo:
-    tag = shapes.tag_of(engine.snapshots.get(ref))
+    tag = shapes.choose_tag(engine.snapshots.get(ref))
     raise Unsupported(
         f"compacting is not supported, because snapshot {tag} is already complete: create sandboxes from it directly"
     )
@@ -95,7 +95,7 @@ async def create_sandboxes(
     request: Request, body: shapes.CreateSandboxes, engine: EngineDep
 ) -> list[shapes.SandboxInfo]:
     snapshot = engine.snapshots.get(body.snapshot_tag)
-    spec = ForkSpec(count=body.n, memory_mb=body.memory_limit_mib, timeout=body.value_or_unset("timeout"))
+    spec = ForkSpec(count=body.n, memory_mb=body.memory_limit_mib, timeout=body.get_value_or_unset("timeout"))
     results = await cancel_on_disconnect(request, engine.forks.fork(snapshot.id, spec))
     return [_describe_sandbox(engine, sandbox) for sandbox in results if isinstance(sandbox, Sandbox)]
 
@@ -129,7 +129,7 @@ async def execute(request: Request, ref: Ref, body: shapes.RunCommand, engine: E
     sandbox_id = engine.sandboxes.get(ref).id
     work = engine.commands.exec(sandbox_id, body.args, timeout=body.timeout_secs)
     result = await cancel_on_disconnect(request, work)
-    return output.respond(sandbox_id, shapes.build_exec_fields(result, body.timeout_secs))
+    return output.build_response(sandbox_id, shapes.build_exec_fields(result, body.timeout_secs))
 
 
 @router.post(
@@ -145,7 +145,7 @@ async def evaluate(request: Request, ref: Ref, body: shapes.EvaluateCode, engine
     sandbox_id = engine.sandboxes.get(ref).id
     work = engine.commands.eval(sandbox_id, body.code, timeout=body.timeout_secs)
     result = await cancel_on_disconnect(request, work)
-    return output.respond(sandbox_id, shapes.build_eval_fields(result))
+    return output.build_response(sandbox_id, shapes.build_eval_fields(result))
 
 
 @router.post("/v1/sandboxes/{ref}/ping", summary="Check that the sandbox's agent answers")
@@ -225,6 +225,6 @@ def _describe_sandbox(engine: Engine, sandbox: Sandbox) -> shapes.SandboxInfo:
 
 def _find_tag_or_id(engine: Engine, id: str) -> str:
     try:
-        return shapes.tag_of(engine.snapshots.get(id))
+        return shapes.choose_tag(engine.snapshots.get(id))
     except NotFound:
         return id

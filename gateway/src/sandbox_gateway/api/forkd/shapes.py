@@ -36,7 +36,7 @@ class BuildSnapshot(Body):
         min_length=1, max_length=4096, description="Absolute path of a directory or tarball on the gateway's host."
     )
 
-    refused: ClassVar[Mapping[str, Refusal]] = {
+    refused_fields: ClassVar[Mapping[str, Refusal]] = {
         "kernel": Refusal("because each template has its own kernel: leave it out, or use POST /templates"),
     }
 
@@ -52,12 +52,12 @@ class CreateSandboxes(Body):
         None, strict=True, ge=64, le=1 << 20, description="Absent: the snapshot's size."
     )
     timeout: Timeout = TIMEOUT_FIELD
-    ignored: ClassVar[Mapping[str, str]] = {
+    ignored_fields: ClassVar[Mapping[str, str]] = {
         "per_child_netns": "every sandbox has its own network",
         "prewarm": "it only affects the speed of the first snapshot, and captures here are fast without it",
         "hugepages": "it only affects speed, and forkd itself also works without huge pages",
     }
-    refused: ClassVar[Mapping[str, Refusal]] = {
+    refused_fields: ClassVar[Mapping[str, Refusal]] = {
         "live_fork": Refusal("because a sandbox is paused for a few milliseconds while it is captured: leave it out"),
     }
 
@@ -73,7 +73,7 @@ class EvaluateCode(Body):
 
 
 class Branch(Body):
-    ignored: ClassVar[Mapping[str, str]] = {
+    ignored_fields: ClassVar[Mapping[str, str]] = {
         "measure_diff": "the response always has these numbers",
         "wait": "the response is sent when the snapshot is ready, which takes a few milliseconds",
     }
@@ -155,7 +155,7 @@ class Pong(BaseModel):
     numpy_version: None = Field(None, description="Always null: the interpreter is not queried.")
 
 
-def tag_of(snapshot: Snapshot) -> str:
+def choose_tag(snapshot: Snapshot) -> str:
     """Return the first of a snapshot's names that is a valid tag, or else its id, which is always valid."""
     return next((name for name in snapshot.names if _TAG_PATTERN.fullmatch(name)), snapshot.id)
 
@@ -174,7 +174,7 @@ def describe_sandbox(sandbox: Sandbox, snapshot_tag: str, address: str) -> Sandb
 
 def describe_snapshot(snapshot: Snapshot, files: dict[str, str]) -> SnapshotInfo:
     info = SnapshotInfo(
-        tag=tag_of(snapshot),
+        tag=choose_tag(snapshot),
         id=snapshot.id,
         created_at_unix=int(snapshot.created_at.timestamp()),
         status=snapshot.status.value,

@@ -10,7 +10,7 @@ from typing import Annotated
 
 from fastapi import APIRouter, Path, Request
 
-from sandbox_gateway.api.access.auth import caller_of
+from sandbox_gateway.api.access.auth import get_caller
 from sandbox_gateway.api.native import requests, shapes
 from sandbox_gateway.engine.engine import Engine
 from sandbox_gateway.engine.plans.runs import AppliedRun, AppliedRuns
@@ -25,7 +25,7 @@ async def open_run(request: Request, body: requests.OpenAppliedRun) -> shapes.Ap
 
 
 @router.get("/applied-runs", summary="List the runs of this key that apply a plan")
-async def index(request: Request) -> list[shapes.AppliedRunShape]:
+async def list_runs(request: Request) -> list[shapes.AppliedRunShape]:
     return [_describe_run(request, each) for each in _get_runs(request).list(_get_owner(request))]
 
 
@@ -40,7 +40,7 @@ def _get_runs(request: Request) -> AppliedRuns:
 
 
 def _get_owner(request: Request) -> str:
-    return caller_of(request.scope).name
+    return get_caller(request.scope).name
 
 
 def _describe_run(request: Request, run: AppliedRun) -> shapes.AppliedRunShape:

@@ -11,7 +11,7 @@ from typing import Annotated
 
 from fastapi import APIRouter, Path, Request
 
-from sandbox_gateway.api.access.auth import caller_of
+from sandbox_gateway.api.access.auth import get_caller
 from sandbox_gateway.api.native import requests, shapes
 from sandbox_gateway.engine.plans.sessions import PlanSession, PlanSessions
 
@@ -29,7 +29,7 @@ async def open_session(request: Request, body: requests.OpenPlan) -> shapes.Plan
 
 
 @router.get("/plans", summary="List the plan sessions of this key")
-async def index(request: Request) -> list[shapes.PlanShape]:
+async def list_sessions(request: Request) -> list[shapes.PlanShape]:
     return [_describe_session(each) for each in _get_sessions(request).list(_get_owner(request))]
 
 
@@ -49,7 +49,7 @@ def _get_sessions(request: Request) -> PlanSessions:
 
 
 def _get_owner(request: Request) -> str:
-    return caller_of(request.scope).name
+    return get_caller(request.scope).name
 
 
 def _describe_session(session: PlanSession) -> shapes.PlanShape:

@@ -111,7 +111,7 @@ class NativeBody(Body):
 class Network(NativeBody):
     """The network policy of a sandbox."""
 
-    refused: ClassVar[Mapping[str, Refusal]] = {
+    refused_fields: ClassVar[Mapping[str, Refusal]] = {
         **dict.fromkeys(
             ("rules", "egressProxy", "httpsPorts"),
             Refusal("because the gateway does not change or redirect requests: leave it out"),
@@ -148,21 +148,23 @@ class Network(NativeBody):
         return value
 
     def build_policy(
-        self, allow_internet: bool | None = None, *, current: NetworkPolicy = _DEFAULT_POLICY
+        self, allow_internet: bool | None = None, *, current_policy: NetworkPolicy = _DEFAULT_POLICY
     ) -> NetworkPolicy:
         """Return the network policy that this object describes.
 
         If ``allowInternetAccess`` is absent here, ``allow_internet`` (a field of the request itself) applies instead.
-        Absent fields that do not concern outgoing traffic are taken from ``current``.
+        Absent fields that do not concern outgoing traffic are taken from ``current_policy``.
         """
-        public, mask = self.allow_public_traffic, self.mask_request_host
+        allow_public_traffic, host_mask = self.allow_public_traffic, self.mask_request_host
         internet_setting = self.allow_internet if self.allow_internet is not None else allow_internet
         return NetworkPolicy(
             allow_internet=internet_setting is not False,
             allow_out=self.allow_out or [],
             deny_out=self.deny_out or [],
-            allow_public_traffic=current.allow_public_traffic if public is None else public,
-            mask_request_host=current.mask_request_host if mask is None else mask,
+            allow_public_traffic=(
+                current_policy.allow_public_traffic if allow_public_traffic is None else allow_public_traffic
+            ),
+            mask_request_host=current_policy.mask_request_host if host_mask is None else host_mask,
         )
 
 
@@ -198,9 +200,10 @@ class VolumeMount(NativeBody):
 class ForkBody(Sizes):
     """The fields of every request that creates sandboxes."""
 
-    refused: ClassVar[Mapping[str, Refusal]] = {
+    refused_fields: ClassVar[Mapping[str, Refusal]] = {
         "autoPauseMemory": Refusal(
-            "because a sandbox that is paused at its timeout always keeps its memory: leave it out", accepted=(True,)
+            "because a sandbox that is paused at its timeout always keeps its memory: leave it out",
+            accepted_values=(True,),
         ),
         "iam": Refusal("because sandboxes have no workload identities: leave it out"),
     }
@@ -234,7 +237,7 @@ class ForkBody(Sizes):
             network=network.build_policy(self.allow_internet_access),
             public_ports=network.allow_public_traffic,
             mounts=None if self.volume_mounts is None else [mount.build_spec() for mount in self.volume_mounts],
-            timeout=self.value_or_unset("timeout"),
+            timeout=self.get_value_or_unset("timeout"),
             on_timeout=self._choose_on_timeout(),
             auto_resume=self._should_auto_resume(),
             **kwargs,
@@ -250,12 +253,12 @@ class ForkBody(Sizes):
 
 
 class CreateSandbox(ForkBody):
-    ignored: ClassVar[Mapping[str, str]] = {
+    ignored_fields: ClassVar[Mapping[str, str]] = {
         "mcp": "the clients themselves start the MCP gateway, which the template must contain",
         "secure": "access to a sandbox is always secured",
     }
-    refused: ClassVar[Mapping[str, Refusal]] = {
-        **ForkBody.refused,
+    refused_fields: ClassVar[Mapping[str, Refusal]] = {
+        **ForkBody.refused_fields,
         "distributionScope": Refusal("because a gateway manages a single host: leave it out"),
     }
 
@@ -319,7 +322,7 @@ class Refresh(NativeBody):
 
 
 class Resume(NativeBody):
-    refused: ClassVar[Mapping[str, Refusal]] = {
+    refused_fields: ClassVar[Mapping[str, Refusal]] = {
         "autoPause": Refusal("because a sandbox keeps the lifecycle that it was created with: leave it out"),
     }
 
@@ -328,7 +331,7 @@ class Resume(NativeBody):
 
 
 class Pause(NativeBody):
-    refused: ClassVar[Mapping[str, Refusal]] = {
+    refused_fields: ClassVar[Mapping[str, Refusal]] = {
         "requireHealthyGuest": Refusal(
             "because a pause does not query the agent: run a command in the sandbox first, and leave it out"
         ),
@@ -409,17 +412,19 @@ class Promote(NativeBody):
     )
 
 
-def _empty_to_none(value: object) -> object:
+def _convert_empty_to_none(value: object) -> object:
     """Return None for an empty string, which CubeSandbox's client sends to get a generated name."""
     return None if value == "" else value
 
 
 class CreateVolume(NativeBody):
-    refused: ClassVar[Mapping[str, Refusal]] = {
+    refused_fields: ClassVar[Mapping[str, Refusal]] = {
         "driver": Refusal("because a host has only one kind of volume: leave it out")
     }
 
-    name: Annotated[Name | None, BeforeValidator(_empty_to_none)] = Field(None, description="Absent: generated.")
+    name: Annotated[Name | None, BeforeValidator(_convert_empty_to_none)] = Field(
+        None, description="Absent: generated."
+    )
     size_mb: VolumeSize | None = Field(None, description="Absent: 1024, or the snapshot's size.")
     from_snapshot: str | None = Field(
         None,
@@ -444,7 +449,9 @@ class GrowVolume(NativeBody):
 
 
 class CreateVolumeSnapshot(NativeBody):
-    name: Annotated[Name | None, BeforeValidator(_empty_to_none)] = Field(None, description="Absent: the volume's id.")
+    name: Annotated[Name | None, BeforeValidator(_convert_empty_to_none)] = Field(
+        None, description="Absent: the volume's id."
+    )
 
 
 class RollbackVolume(NativeBody):
@@ -472,8 +479,8 @@ _CREDENTIALS_REFUSAL = Refusal(
 class AnnounceTemplate(NativeBody):
     """The first request of a build by E2B's client. `BuildFromImage` is the second one."""
 
-    ignored: ClassVar[Mapping[str, str]] = {"alias": "an older name for `name`", "teamID": "there are no teams"}
-    refused: ClassVar[Mapping[str, Refusal]] = {
+    ignored_fields: ClassVar[Mapping[str, str]] = {"alias": "an older name for `name`", "teamID": "there are no teams"}
+    refused_fields: ClassVar[Mapping[str, Refusal]] = {
         "tags": Refusal("because templates have names, but no tags: leave it out"),
         "minFreeDiskMb": Refusal("because a template built from an image has a disk of 4096 MiB: leave it out"),
     }
@@ -488,16 +495,16 @@ class AnnounceTemplate(NativeBody):
 
 
 class ImageStep(NativeBody):
-    ignored: ClassVar[Mapping[str, str]] = {"force": "no step is cached"}
+    ignored_fields: ClassVar[Mapping[str, str]] = {"force": "no step is cached"}
 
     type: str = Field(max_length=64)
-    files_hash: str = Field("", max_length=64, description="The digest of the files of a step `COPY`.")
+    files_hash: str = Field("", max_length=64, description="The digest of the files of a `COPY` step.")
     args: list[Annotated[str, Field(max_length=MAX_COMMAND_LENGTH)]] = Field(default_factory=list, max_length=2000)
 
 
 class BuildFromImage(NativeBody):
-    ignored: ClassVar[Mapping[str, str]] = {"force": "no step is cached"}
-    refused: ClassVar[Mapping[str, Refusal]] = {
+    ignored_fields: ClassVar[Mapping[str, str]] = {"force": "no step is cached"}
+    refused_fields: ClassVar[Mapping[str, Refusal]] = {
         "fromTemplate": Refusal(
             "because builds start from images: start from a sandbox of the template, and capture it"
         ),
@@ -545,11 +552,11 @@ _TEMPLATE_NETWORK_REFUSAL = Refusal(
 
 
 class CreateTemplate(Sizes):
-    refused: ClassVar[Mapping[str, Refusal]] = {
+    refused_fields: ClassVar[Mapping[str, Refusal]] = {
         **dict.fromkeys(("args", "command"), _COMMAND_REFUSAL),
         **dict.fromkeys(("registryUsername", "registryPassword"), _CREDENTIALS_REFUSAL),
         **dict.fromkeys(("allowOut", "denyOut", "dns", "networkType"), _TEMPLATE_NETWORK_REFUSAL),
-        "allowInternetAccess": Refusal(_TEMPLATE_NETWORK_REFUSAL.reason, accepted=(True,)),
+        "allowInternetAccess": Refusal(_TEMPLATE_NETWORK_REFUSAL.reason, accepted_values=(True,)),
         "exposedPorts": Refusal("because every port of a sandbox is reachable through the gateway: leave it out"),
         "env": Refusal("because templates have no environment variables: set envVars when you create a sandbox"),
         "writableLayerSize": Refusal("because a sandbox has a single disk: set diskSizeMB"),

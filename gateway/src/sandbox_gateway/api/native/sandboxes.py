@@ -14,7 +14,7 @@ from fastapi import APIRouter, Body, Query, Request, Response
 from sandbox_gateway.api import output
 from sandbox_gateway.api.dependencies import EngineDep, IdempotencyKey, OperationId, Ref
 from sandbox_gateway.api.native import requests, shapes
-from sandbox_gateway.api.native.view import View, ViewDep, get_template_or_snapshot, ids_of
+from sandbox_gateway.api.native.view import View, ViewDep, find_ids, get_template_or_snapshot
 from sandbox_gateway.api.paging import Limit, NextToken, Order, paginate
 from sandbox_gateway.api.waiting import cancel_on_disconnect
 from sandbox_gateway.engine.creation_order import Key
@@ -47,7 +47,7 @@ async def create(
 
 @router.get("/sandboxes", response_model_exclude_unset=True, summary="List sandboxes")
 @router.get("/v2/sandboxes", response_model_exclude_unset=True, include_in_schema=False)
-async def index(
+async def list_sandboxes(
     response: Response,
     engine: EngineDep,
     view: ViewDep,
@@ -98,7 +98,7 @@ async def show(
 
 
 @router.get("/sandboxes/{ref}/usage", summary="Show the disk and memory use of a sandbox")
-async def usage(ref: Ref, engine: EngineDep) -> shapes.UsageShape:
+async def show_usage(ref: Ref, engine: EngineDep) -> shapes.UsageShape:
     return shapes.describe_usage(await engine.sandboxes.get_usage(ref))
 
 
@@ -106,7 +106,7 @@ EpochSeconds = Annotated[int | None, Query(ge=0, le=1 << 40, description="In sec
 
 
 @router.get("/sandboxes/{ref}/metrics", summary="Show a sandbox's current and recent resource usage")
-async def metrics(
+async def list_metrics(
     ref: Ref, engine: EngineDep, start: EpochSeconds = None, end: EpochSeconds = None
 ) -> list[shapes.MetricShape]:
     if start is not None and end is not None and start > end:
@@ -122,7 +122,7 @@ async def patch(ref: Ref, body: requests.Patch, engine: EngineDep, view: ViewDep
     sandbox = engine.sandboxes.get(ref)
     if body.name is not None or body.metadata is not None:
         await engine.sandboxes.update(sandbox.id, metadata=body.metadata, name=body.name)
-    if (timeout := body.value_or_unset("timeout")) is not UNSET:
+    if (timeout := body.get_value_or_unset("timeout")) is not UNSET:
         await engine.sandboxes.set_timeout(sandbox.id, timeout)
     return await view.describe_sandbox_with_divergence(engine.sandboxes.get(sandbox.id))
 
@@ -141,7 +141,7 @@ async def connect(
 ) -> shapes.SandboxShape:
     """Resume a paused sandbox. The timeout of a running sandbox is extended, but never shortened."""
     body = body or requests.Resume()
-    timeout, sandbox = body.value_or_unset("timeout"), engine.sandboxes.get(ref)
+    timeout, sandbox = body.get_value_or_unset("timeout"), engine.sandboxes.get(ref)
     if timeout == 0:
         raise Invalid(
             "the timeout must be more than 0 seconds, or -1 for never, because a connection needs a running sandbox"
@@ -149,7 +149,7 @@ async def connect(
     if sandbox.state is SandboxState.PAUSED:
         work = engine.sandboxes.resume(sandbox.id, timeout=timeout, cold_start=body.memory is False)
         return view.describe_sandbox(await cancel_on_disconnect(request, work))
-    if timeout is not UNSET and _would_extend(timeout, sandbox):
+    if timeout is not UNSET and _would_extend_lifetime(timeout, sandbox):
         await engine.sandboxes.set_timeout(sandbox.id, timeout)
     return view.describe_sandbox(engine.sandboxes.get(sandbox.id))
 
@@ -159,7 +159,7 @@ async def resume(
     request: Request, ref: Ref, engine: EngineDep, view: ViewDep, body: requests.Resume | None = None
 ) -> shapes.SandboxShape:
     body = body or requests.Resume()
-    work = engine.sandboxes.resume(ref, timeout=body.value_or_unset("timeout"), cold_start=body.memory is False)
+    work = engine.sandboxes.resume(ref, timeout=body.get_value_or_unset("timeout"), cold_start=body.memory is False)
     return view.describe_sandbox(await cancel_on_disconnect(request, work))
 
 
@@ -178,13 +178,13 @@ async def set_timeout(ref: Ref, body: requests.SetTimeout, engine: EngineDep) ->
 @router.post("/sandboxes/{ref}/refreshes", status_code=204, summary="Extend a sandbox's lifetime, but never shorten it")
 async def refresh(ref: Ref, engine: EngineDep, body: requests.Refresh | None = None) -> None:
     duration, sandbox = (body or requests.Refresh()).duration, engine.sandboxes.get(ref)
-    if _would_extend(duration, sandbox):
+    if _would_extend_lifetime(duration, sandbox):
         await engine.sandboxes.set_timeout(sandbox.id, duration)
 
 
 @router.put("/sandboxes/{ref}/network", status_code=204, summary="Replace a sandbox's network policy")
 async def set_network(ref: Ref, body: requests.Network, engine: EngineDep) -> None:
-    await engine.sandboxes.set_network(ref, body.build_policy(current=engine.sandboxes.get(ref).network))
+    await engine.sandboxes.set_network(ref, body.build_policy(current_policy=engine.sandboxes.get(ref).network))
 
 
 @router.post(
@@ -203,7 +203,7 @@ async def execute(request: Request, ref: Ref, body: requests.Exec, engine: Engin
         timeout=body.timeout,
         stdin=_decode_stdin(body.stdin),
     )
-    return output.respond(sandbox_id, shapes.build_exec_fields(await cancel_on_disconnect(request, work)))
+    return output.build_response(sandbox_id, shapes.build_exec_fields(await cancel_on_disconnect(request, work)))
 
 
 @router.post(
@@ -343,14 +343,14 @@ def _create_metadata_filters(query: str) -> list[Filter]:
 def _create_template_filters(ref: str, engine: Engine) -> list[Filter]:
     if not ref:
         return []
-    ids = ids_of(ref, engine)
+    ids = find_ids(ref, engine)
     return [lambda sandbox: sandbox.template_id in ids]
 
 
 def _create_source_filters(ref: str, engine: Engine) -> list[Filter]:
     if not ref:
         return []
-    ids = ids_of(ref, engine)
+    ids = find_ids(ref, engine)
     return [lambda sandbox: sandbox.forked_from in ids]
 
 
@@ -361,7 +361,7 @@ def _create_start_filters(start: datetime | None) -> list[Filter]:
     return [lambda sandbox: sandbox.started_at >= earliest_start]
 
 
-def _would_extend(timeout: float | None, sandbox: Sandbox) -> bool:
+def _would_extend_lifetime(timeout: float | None, sandbox: Sandbox) -> bool:
     if sandbox.end_at is None:
         return False
     return timeout is None or datetime.now(UTC) + timedelta(seconds=timeout) > sandbox.end_at

@@ -13,7 +13,7 @@ from sandbox_gateway.engine.own_changes import get_generation_without_own_change
 from sandbox_gateway.errors import GatewayError
 from sandbox_gateway.recipes import Recipe
 from sandbox_gateway.records import (
-    Imported,
+    ImportOrigin,
     NetworkPolicy,
     Retention,
     Sandbox,
@@ -34,7 +34,7 @@ from sandbox_gateway.hosts.base import MemoryDisk, SlowCommand, Usage, VolumeSta
 ENVD_VERSION = "0.6.4"
 """The envd version that the data plane implements. Clients use it to choose their calls."""
 CLIENT_ID = "local"
-NEVER = datetime(9999, 1, 1, tzinfo=UTC)
+FAR_FUTURE = datetime(9999, 1, 1, tzinfo=UTC)
 """`endAt` of a sandbox that never ends. Well before the last date, so clients can convert it to their time zone."""
 _MIB = 1 << 20
 _GENERATION = "Number of changes since creation. In a plan session or an applied run, without the run's own changes."
@@ -263,7 +263,7 @@ class BuildAnnounced(Shape):
 
 
 class FileUpload(Shape):
-    """Where to upload the files of a step of a build."""
+    """Where to upload the files of a build step."""
 
     present: bool = Field(description="Whether the files are stored already.")
     url: str
@@ -358,7 +358,7 @@ class MetricShape(Shape):
     timestamp: datetime
     timestamp_unix: int
     cpu_count: int
-    cpu_used_pct: float | None = Field(description="In percent of all CPUs, on average since the previous sample.")
+    cpu_used_pct: float | None = Field(description="As a percentage of all CPUs, averaged since the previous sample.")
     mem_used: int | None = Field(description="Bytes in memory, including shared ones.")
     mem_total: int
     mem_cache: None = Field(None, description="Always null: the host cannot measure the page cache of a guest.")
@@ -473,7 +473,7 @@ def describe_room(report: RoomReport) -> RoomShape:
         memory_free_bytes=report.room.memory_free,
         memory_total_bytes=report.room.memory_total,
         memory_promised_bytes=report.memory_promised,
-        stalled=report.stalled,
+        stalled=report.stalled_ids,
         memory_root=_describe_memory_root(report.room.memory_disk),
     )
 
@@ -503,7 +503,7 @@ def describe_sandbox(
         state_reason=state_reason,
         created_at=sandbox.created_at,
         started_at=sandbox.started_at,
-        end_at=sandbox.end_at or NEVER,
+        end_at=sandbox.end_at or FAR_FUTURE,
         on_timeout=sandbox.on_timeout.value,
         lifecycle=LifecycleShape(on_timeout=sandbox.on_timeout.value, auto_resume=sandbox.auto_resume),
         cpu_count=sizes.cpus,
@@ -522,7 +522,7 @@ def describe_sandbox(
     )
 
 
-def describe_imported(imported: Imported) -> ImportedShape:
+def describe_import(imported: ImportOrigin) -> ImportedShape:
     return ImportedShape(snapshot_id=imported.snapshot, signer=imported.signer, omitted_memory=imported.omitted_memory)
 
 
@@ -610,7 +610,7 @@ def describe_prewarm(level: Level) -> PrewarmShape:
 
 
 def describe_template(
-    template: Snapshot, *, build_id: str, outdated: bool | None, forks: int, prewarm: Level, memory_problem: str
+    template: Snapshot, *, build_id: str, is_outdated: bool | None, forks: int, prewarm: Level, memory_problem: str
 ) -> TemplateShape:
     """Describe a template that is ready."""
     sizes = template.resources
@@ -622,7 +622,7 @@ def describe_template(
         build_status="ready",
         status="READY",
         digest=template.recipe_digest,
-        outdated=outdated,
+        outdated=is_outdated,
         recipe=build_recipe_fields(template.recipe),
         description=template.description,
         created_at=template.created_at,
@@ -729,8 +729,8 @@ def describe_usage(usage: Usage) -> UsageShape:
 def describe_sample(sandbox: Sandbox, sample: Sample) -> MetricShape:
     sizes = sandbox.resources
     return MetricShape(
-        timestamp=datetime.fromtimestamp(sample.at, UTC),
-        timestamp_unix=int(sample.at),
+        timestamp=datetime.fromtimestamp(sample.time, UTC),
+        timestamp_unix=int(sample.time),
         cpu_count=sizes.cpus,
         cpu_used_pct=None if sample.cpu_percent is None else round(sample.cpu_percent, 2),
         mem_used=sample.memory_bytes,

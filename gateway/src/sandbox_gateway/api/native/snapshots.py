@@ -10,14 +10,14 @@ from fastapi import APIRouter, Query, Request, Response
 from fastapi.responses import JSONResponse, StreamingResponse
 from starlette.types import Message, Receive, Scope, Send
 
-from sandbox_gateway.api.access.auth import plan_of
+from sandbox_gateway.api.access.auth import get_plan_id
 from sandbox_gateway.api.access.limits import IMPORT_PATH
 from sandbox_gateway.api.access.pace import Pace
 from sandbox_gateway.api.dependencies import MAX_REF_LENGTH, EngineDep, IdempotencyKey, OperationId, Ref
 from sandbox_gateway.api.errors import ClientGone
 from sandbox_gateway.api.native import requests, shapes
 from sandbox_gateway.api.native.sandboxes import describe_forks
-from sandbox_gateway.api.native.view import ViewDep, ids_of
+from sandbox_gateway.api.native.view import ViewDep, find_ids
 from sandbox_gateway.api.paging import Limit, NextToken, paginate
 from sandbox_gateway.api.waiting import cancel_on_disconnect, read_file
 from sandbox_gateway.engine.creation_order import Key
@@ -39,7 +39,7 @@ When = Annotated[
 
 
 @router.get("/snapshots", response_model_exclude_unset=True, summary="List snapshots")
-async def index(
+async def list_snapshots(
     response: Response,
     engine: EngineDep,
     view: ViewDep,
@@ -51,7 +51,7 @@ async def index(
         str, Query(alias="templateID", description="Only snapshots that descend from this template (id or name)")
     ] = "",
 ) -> list[shapes.SnapshotShape]:
-    sources, templates = _find_sandbox_ids(sandbox, engine), ids_of(template, engine)
+    sources, templates = _find_sandbox_ids(sandbox, engine), find_ids(template, engine)
 
     def walk(after: Key | None, backwards: bool) -> Iterator[Snapshot]:
         return (
@@ -146,15 +146,15 @@ async def import_(
     If the memory cannot be restored on this host, only the disk is imported: `imported.omittedMemory` says why.
     """
     # A plan session reads at most the beginning of the file, because that is enough for a prediction.
-    in_plan = bool(plan_of(request.scope))
+    is_in_plan = bool(get_plan_id(request.scope))
     snapshot = await engine.transfers.import_(
-        read_file(request), name=name or None, trust=trust or (), head_only=in_plan
+        read_file(request), name=name or None, trust=trust or (), head_only=is_in_plan
     )
     return view.describe_snapshot(snapshot)
 
 
 @router.get("/signer", summary="Show the key with which this gateway signs exported snapshots", tags=["gateway"])
-async def signer(engine: EngineDep) -> shapes.SignerShape:
+async def show_signer(engine: EngineDep) -> shapes.SignerShape:
     return shapes.SignerShape(fingerprint=engine.transfers.get_signer().fingerprint)
 
 
@@ -207,7 +207,7 @@ async def prewarm(ref: Ref, engine: EngineDep, body: requests.Prewarm) -> shapes
 
 
 @router.get("/lineage", summary="Show the lineage of templates, sandboxes, snapshots and forks", tags=["gateway"])
-async def lineage(
+async def show_lineage(
     engine: EngineDep,
     root: Annotated[str, Query(max_length=MAX_REF_LENGTH, description="Only descendants of this object")] = "",
     flat: Annotated[
@@ -225,7 +225,7 @@ async def remove(engine: Engine, snapshot: Snapshot, when: str | None) -> Respon
     """Delete a snapshot. The status is 204, or 202 if the snapshot is hidden until its last user is removed."""
     if await engine.snapshots.delete(snapshot.id, when_unused=when == "unused"):
         return Response(status_code=204)
-    blockers = [blocker.id for blocker in engine.references.users_of(snapshot).blockers]
+    blockers = [blocker.id for blocker in engine.references.find_users(snapshot).blockers]
     shape = shapes.HiddenShape(snapshot_id=snapshot.id, status="hidden", blockers=blockers)
     return JSONResponse(shape.model_dump(), 202)
 

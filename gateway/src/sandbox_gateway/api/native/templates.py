@@ -9,7 +9,7 @@ from typing import Annotated
 from fastapi import APIRouter, Path, Query, Request, Response
 from fastapi.responses import JSONResponse, StreamingResponse
 
-from sandbox_gateway.api.access.auth import plan_of
+from sandbox_gateway.api.access.auth import get_plan_id
 from sandbox_gateway.api.access.signed_urls import UPLOAD_PREFIX, sign_upload
 from sandbox_gateway.api.dependencies import EngineDep, Ref
 from sandbox_gateway.api.native import requests, shapes
@@ -76,17 +76,17 @@ async def start(ref: Ref, build: str, body: requests.BuildFromImage, engine: Eng
 async def sign_file(request: Request, ref: Ref, digest: Digest, engine: EngineDep) -> shapes.FileUpload:
     """Return whether the files are stored, and a URL to which they can be uploaded within an hour, without a key."""
     _refuse_in_plan(request)
-    engine.templates.require_known(ref)
+    engine.templates.require_known_template(ref)
     # The header comes from a proxy that provides TLS. A client that sends it changes only its own URL.
     scheme = "https" if request.headers.get("x-forwarded-proto") == "https" else request.url.scheme
     url = f"{scheme}://{request.base_url.netloc}{sign_upload(engine.secret, digest, time.time())}"
-    return shapes.FileUpload(present=engine.build_files.keep(digest), url=url)
+    return shapes.FileUpload(present=engine.build_files.mark_used(digest), url=url)
 
 
 @router.put(
     f"{UPLOAD_PREFIX}{{digest}}",
     status_code=204,
-    summary="Upload the files of a step of a build, as a tar archive (E2B). Needs no key with a signed URL",
+    summary="Upload the files of a build step, as a tar archive (E2B). Needs no key with a signed URL",
     openapi_extra={
         "requestBody": {
             "required": True,
@@ -101,12 +101,12 @@ async def upload_file(request: Request, digest: Digest, engine: EngineDep) -> No
 
 
 def _refuse_in_plan(request: Request) -> None:
-    if plan_of(request.scope):
+    if get_plan_id(request.scope):
         raise Unsupported("a plan session stores no files: upload files only outside it")
 
 
 @router.get("/templates", response_model_exclude_unset=True, summary="List templates")
-async def index(
+async def list_templates(
     response: Response,
     engine: EngineDep,
     limit: Limit = 100,
@@ -145,7 +145,7 @@ async def show(ref: Ref, engine: EngineDep) -> shapes.TemplateShape:
 
 
 @router.get("/templates/aliases/{ref}", summary="Find a template by name")
-async def by_alias(ref: Ref, engine: EngineDep) -> shapes.AliasShape:
+async def find_by_alias(ref: Ref, engine: EngineDep) -> shapes.AliasShape:
     require_valid_name(ref)
     return shapes.AliasShape(template_id=engine.templates.get(ref).id, public=False)
 
@@ -159,7 +159,7 @@ async def set_alias(ref: Ref, body: requests.SetAlias, engine: EngineDep) -> sha
 @router.get(
     "/templates/{ref}/builds/{build}/status", response_model_exclude_unset=True, summary="Show the status of a build"
 )
-async def build_status(
+async def show_build_status(
     ref: Ref,
     build: Ref,
     engine: EngineDep,
@@ -175,7 +175,7 @@ async def build_status(
     response_model=shapes.LogShape,
     responses={200: {"content": {"text/plain": {}}, "description": "With `follow`: lines of text as they are written"}},
 )
-async def build_logs(
+async def show_build_log(
     ref: Ref,
     build: Ref,
     engine: EngineDep,
@@ -206,8 +206,8 @@ def _describe_ready_template(engine: Engine, template: Snapshot, guest_digest: s
     return shapes.describe_template(
         template,
         build_id=engine.templates.get_build(template.id).build_id,
-        outdated=is_outdated(template, guest_digest),
-        forks=len(engine.references.users_of(template).blocking_sandboxes),
+        is_outdated=is_outdated(template, guest_digest),
+        forks=len(engine.references.find_users(template).blocking_sandboxes),
         prewarm=engine.prewarm.get_level(template),
         memory_problem=engine.host.memory_problem(template),
     )

@@ -9,7 +9,7 @@ from typing import Annotated, Any
 
 from fastapi import Depends, Request
 
-from sandbox_gateway.api.access.auth import Permission, caller_of
+from sandbox_gateway.api.access.auth import Permission, get_caller
 from sandbox_gateway.api.access.ports import derive_traffic_token
 from sandbox_gateway.api.dependencies import EngineDep
 from sandbox_gateway.api.native import shapes
@@ -47,10 +47,10 @@ class View:
         )
 
     def describe_snapshot(self, snapshot: Snapshot, *, with_users: bool = False) -> shapes.SnapshotShape:
-        users = self.engine.references.users_of(snapshot)
+        users = self.engine.references.find_users(snapshot)
         extra: dict[str, Any] = {"zfs_snapshot": name} if (name := snapshot.host.get("zfsSnapshot")) else {}
         if snapshot.imported is not None:
-            extra["imported"] = shapes.describe_imported(snapshot.imported)
+            extra["imported"] = shapes.describe_import(snapshot.imported)
         if with_users:
             extra["users"] = [
                 shapes.SnapshotUserShape(
@@ -83,7 +83,7 @@ class View:
 
     def describe_volume_snapshots(self, snapshots: Sequence[VolumeSnapshot]) -> list[shapes.VolumeSnapshotShape]:
         clone_names: defaultdict[str, list[str]] = defaultdict(list)
-        for clone in self.engine.references.clones_of(snapshots):
+        for clone in self.engine.references.list_clones(snapshots):
             clone_names[clone.from_snapshot].append(clone.name)
         return [
             shapes.describe_volume_snapshot(snapshot, self._find_volume_name(snapshot.volume), clone_names[snapshot.id])
@@ -155,7 +155,7 @@ class View:
                 readonly=mount.read_only,
                 state=sandbox.state.value,
             )
-            for sandbox, mount in self.engine.volumes.mounts_of(volume)
+            for sandbox, mount in self.engine.volumes.list_mounts(volume)
         ]
 
     def _find_alias(self, template_id: str) -> str | None:
@@ -174,8 +174,8 @@ def get_template_or_snapshot(engine: Engine, ref: str) -> Snapshot:
         raise NotFound("template or snapshot", ref[:80], resource="template") from None
 
 
-def ids_of(ref: str, engine: Engine) -> set[str]:
-    """Return a set of ``ref`` and, if ``ref`` names a template or snapshot, its id. Used for filters."""
+def find_ids(ref: str, engine: Engine) -> set[str]:
+    """Return ``ref`` and, if it names a template or snapshot, the id of that. Used for filters."""
     try:
         return {ref, engine.snapshots.get(ref).id}
     except NotFound:
@@ -183,7 +183,7 @@ def ids_of(ref: str, engine: Engine) -> set[str]:
 
 
 async def _get_view(request: Request, engine: EngineDep) -> View:
-    return View(engine, request.app.state.config, caller_of(request.scope).permission)
+    return View(engine, request.app.state.config, get_caller(request.scope).permission)
 
 
 ViewDep = Annotated[View, Depends(_get_view)]

@@ -27,7 +27,7 @@ async def create(request: Request, body: requests.CreateVolume, engine: EngineDe
 
 
 @router.get("/volumes", response_model_exclude_unset=True, summary="List volumes")
-async def index(
+async def list_volumes(
     response: Response,
     engine: EngineDep,
     view: ViewDep,
@@ -85,7 +85,7 @@ async def snapshot(
 
 
 @router.get("/volumes/{ref}/snapshots", summary="List the snapshots of a volume")
-async def snapshots(
+async def list_snapshots(
     ref: Ref,
     response: Response,
     engine: EngineDep,

@@ -28,7 +28,7 @@ class PlannedAgent(AgentClient):
     async def upload(self, path: str, size: int, pieces: AsyncIterator[bytes], *, seconds: float) -> None:
         pass
 
-    async def start_in_background(self, command: str) -> None:
+    async def start_background_command(self, command: str) -> None:
         pass
 
 

@@ -134,7 +134,7 @@ class PlannedHost:
         return _STOP_REASON if sandbox.instance in self._stopped_instances else self._real_host.end_reason(sandbox)
 
     def endpoint(self, sandbox: Sandbox) -> Endpoint:
-        """Return the endpoint of a real instance. Raises Conflict for others: only a run gives them an address."""
+        """Return the endpoint of a real instance. Raises Conflict for any other: only a run gives it an address."""
         if sandbox.instance in self._started_instances:
             raise Conflict(f"sandbox {sandbox.name} exists only in the plan")
         return self._real_host.endpoint(sandbox)
@@ -229,7 +229,7 @@ class PlannedHost:
         await self._room.remove_volume(volume)
 
     async def volume_state(self, volume: Volume) -> VolumeState:
-        """Return the state of a real volume. Raises Conflict for others: only a run can measure them."""
+        """Return the state of a real volume. Raises Conflict for any other: only a run can measure it."""
         if volume.id not in self._engine.index.volumes:
             raise Conflict(f"volume {volume.name} exists only in the plan")
         return await self._real_host.volume_state(volume)

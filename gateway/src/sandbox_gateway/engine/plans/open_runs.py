@@ -42,7 +42,7 @@ class OpenRuns(Generic[_Run]):
         run = self._runs.get(id)
         return run if run is not None and run.owner == owner else None
 
-    def list_owned_by(self, owner: str) -> list[_Run]:
+    def list_by_owner(self, owner: str) -> list[_Run]:
         return [run for run in self if run.owner == owner]
 
     def touch(self, run: _Run) -> _Run:
@@ -56,7 +56,7 @@ class OpenRuns(Generic[_Run]):
         """Return whether a run has not been used for ``seconds``."""
         return run.used_at <= asyncio.get_running_loop().time() - seconds
 
-    def list_idle(self, seconds: float) -> list[_Run]:
+    def list_idle_runs(self, seconds: float) -> list[_Run]:
         return [run for run in self if self.is_idle(run, seconds)]
 
     def remove(self, run: _Run) -> None:

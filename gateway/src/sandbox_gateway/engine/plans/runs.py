@@ -44,7 +44,7 @@ class AppliedRuns:
         Raises Busy if there are too many runs, and Gone if the run has ended.
         """
         id = make_id(owner, name)
-        self._end_idle()
+        self._end_idle_runs()
         run = self._runs.find(owner, id)
         if run is None:
             if self._runs.has_ended(id):
@@ -57,12 +57,12 @@ class AppliedRuns:
 
     def get(self, owner: str, id: str) -> AppliedRun:
         """Return a run, which stays open for another ``IDLE_SECONDS``. Raises Gone."""
-        self._end_idle()
+        self._end_idle_runs()
         return self._runs.touch(self._find(owner, id))
 
     def list(self, owner: str) -> list[AppliedRun]:
-        self._end_idle()
-        return self._runs.list_owned_by(owner)
+        self._end_idle_runs()
+        return self._runs.list_by_owner(owner)
 
     def close(self, owner: str, id: str) -> None:
         """End a run. Raises Gone."""
@@ -73,8 +73,8 @@ class AppliedRuns:
         if run is None:
             # Not NotFound, which would say that the requested object does not exist.
             raise Gone(
-                f"applied run {id[:80]!r} not found: it has ended, sent no request for a long time, or the gateway was "
-                f"restarted. {_REMEDY}"
+                f"applied run {id[:80]!r} not found: it has ended, it sent no request for a long time, or the gateway "
+                f"was restarted. {_REMEDY}"
             )
         return run
 
@@ -82,19 +82,19 @@ class AppliedRuns:
         """At a limit, end the least recently used run of ``owner``, or of the key with the most runs. Raises Busy."""
         counts = Counter(each.owner for each in self._runs)
         if counts[owner] >= MAX_RUNS_PER_KEY:
-            self._end_oldest(owner, f"{MAX_RUNS_PER_KEY} applied runs for the key {owner!r}")
+            self._end_oldest_run(owner, f"{MAX_RUNS_PER_KEY} applied runs for the key {owner!r}")
         elif len(self._runs) >= MAX_RUNS:
-            self._end_oldest(find_largest_owner(counts, owner), f"{MAX_RUNS} applied runs for this gateway")
+            self._end_oldest_run(find_largest_owner(counts, owner), f"{MAX_RUNS} applied runs for this gateway")
 
-    def _end_oldest(self, owner: str, limit: str) -> None:
-        oldest = self._runs.list_owned_by(owner)[0]
-        if not self._runs.is_idle(oldest, MIN_IDLE_SECONDS):
+    def _end_oldest_run(self, owner: str, limit: str) -> None:
+        oldest_run = self._runs.list_by_owner(owner)[0]
+        if not self._runs.is_idle(oldest_run, MIN_IDLE_SECONDS):
             raise Busy(
                 f"the limit of {limit} has been reached: wait until another run has ended, or end one with "
                 "DELETE /applied-runs/{id}"
             )
-        self._runs.remove(oldest)
+        self._runs.remove(oldest_run)
 
-    def _end_idle(self) -> None:
-        for run in self._runs.list_idle(IDLE_SECONDS):
+    def _end_idle_runs(self) -> None:
+        for run in self._runs.list_idle_runs(IDLE_SECONDS):
             self._runs.remove(run)

@@ -76,7 +76,7 @@ class PlanSessions:
         Gone if the session has ended.
         """
         id = make_id(owner, run)
-        self._end_idle()
+        self._end_idle_sessions()
         if (open_session := self._sessions.find(owner, id)) is not None:
             return self._touch(open_session)
         if self._sessions.has_ended(id):
@@ -108,26 +108,26 @@ class PlanSessions:
         """
         while True:
             sessions = [*self._sessions]
-            owned_sessions = self._sessions.list_owned_by(owner)
+            owned_sessions = self._sessions.list_by_owner(owner)
             if len(owned_sessions) + count > MAX_SESSIONS_PER_KEY:
-                self._end_oldest(owned_sessions, f"{MAX_SESSIONS_PER_KEY} plan sessions for the key {owner!r}")
+                self._end_oldest_session(owned_sessions, f"{MAX_SESSIONS_PER_KEY} plan sessions for the key {owner!r}")
             elif _sum_sizes(owned_sessions) + size > MAX_BYTES_PER_KEY:
                 limit = f"{MAX_BYTES_PER_KEY >> 20} MiB for the plan sessions of the key {owner!r}"
-                self._end_oldest(owned_sessions, limit)
+                self._end_oldest_session(owned_sessions, limit)
             elif len(sessions) + count > MAX_SESSIONS:
                 largest_owner = find_largest_owner(Counter(each.owner for each in sessions), owner)
                 limit = f"{MAX_SESSIONS} plan sessions for this gateway"
-                self._end_oldest(self._sessions.list_owned_by(largest_owner), limit)
+                self._end_oldest_session(self._sessions.list_by_owner(largest_owner), limit)
             elif _sum_sizes(sessions) + size > MAX_BYTES:
                 sizes: Counter[str] = Counter()
                 for each in sessions:
                     sizes[each.owner] += each.size
                 limit = f"{MAX_BYTES >> 20} MiB for the plan sessions of this gateway"
-                self._end_oldest(self._sessions.list_owned_by(find_largest_owner(sizes, owner)), limit)
+                self._end_oldest_session(self._sessions.list_by_owner(find_largest_owner(sizes, owner)), limit)
             else:
                 return
 
-    def _end_oldest(self, sessions: Sequence[PlanSession], limit: str) -> None:
+    def _end_oldest_session(self, sessions: Sequence[PlanSession], limit: str) -> None:
         if not self._sessions.is_idle(sessions[0], MIN_IDLE_SECONDS):
             raise Busy(
                 f"the limit of {limit} has been reached: wait until another check run has ended, or end a session with "
@@ -137,7 +137,7 @@ class PlanSessions:
 
     def get(self, owner: str, id: str) -> PlanSession:
         """Return a session, which stays open for another ``IDLE_SECONDS``. Raises NotFound."""
-        self._end_idle()
+        self._end_idle_sessions()
         return self._touch(self._find(owner, id))
 
     def _touch(self, session: PlanSession) -> PlanSession:
@@ -146,8 +146,8 @@ class PlanSessions:
         return session
 
     def list(self, owner: str) -> list[PlanSession]:
-        self._end_idle()
-        return self._sessions.list_owned_by(owner)
+        self._end_idle_sessions()
+        return self._sessions.list_by_owner(owner)
 
     async def close(self, owner: str, id: str) -> None:
         """End a session. Raises NotFound."""
@@ -157,8 +157,8 @@ class PlanSessions:
         session = self._sessions.find(owner, id)
         if session is None:
             message = (
-                f"plan session {id[:80]!r} not found: it has ended, was idle for {IDLE_SECONDS:.0f} s, or the gateway "
-                "was restarted. Start the check run again"
+                f"plan session {id[:80]!r} not found: it has ended, it was idle for {IDLE_SECONDS:.0f} s, or the "
+                "gateway was restarted. Start the check run again"
             )
             raise NotFound("plan", id[:80], message=message)
         return session
@@ -174,16 +174,16 @@ class PlanSessions:
         """Schedule the end of the least recently used session."""
         if self._timer is None and self._sessions:
             loop = asyncio.get_running_loop()
-            oldest = next(iter(self._sessions))
-            self._timer = loop.call_at(oldest.used_at + IDLE_SECONDS, self._on_timer)
+            oldest_session = next(iter(self._sessions))
+            self._timer = loop.call_at(oldest_session.used_at + IDLE_SECONDS, self._on_timer)
 
     def _on_timer(self) -> None:
         self._timer = None
-        self._end_idle()
+        self._end_idle_sessions()
         self._schedule()
 
-    def _end_idle(self) -> None:
-        for session in self._sessions.list_idle(IDLE_SECONDS):
+    def _end_idle_sessions(self) -> None:
+        for session in self._sessions.list_idle_runs(IDLE_SECONDS):
             self._end(session)
 
     def _end(self, session: PlanSession) -> asyncio.Task[None]:

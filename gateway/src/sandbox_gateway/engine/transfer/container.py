@@ -142,14 +142,14 @@ class Decoder:
             else:
                 self._read_end(contents)
         if self._is_complete and self._buffer:
-            raise self._create_damage_error("it has data after its end")
+            raise self._create_damage_error("it contains data after its end")
 
     def close(self) -> None:
         """Raise Invalid unless the whole file has arrived. If it has, all chunks are authentic."""
         if not self._is_complete:
-            raise self.create_incomplete_error()
+            raise self.create_incomplete_file_error()
 
-    def create_incomplete_error(self) -> Invalid:
+    def create_incomplete_file_error(self) -> Invalid:
         if not self._has_prefix and not self._buffer:
             return Invalid("the snapshot file is empty: export the snapshot again")
         return Invalid(
@@ -185,9 +185,9 @@ class Decoder:
             return None
         kind, length = _RECORD_STRUCT.unpack_from(self._buffer)
         if kind not in _MAX_RECORD_BYTES or (kind == b"H") != (self._manifest is None):
-            raise self._create_damage_error("it has an unexpected record")
+            raise self._create_damage_error("it contains an unexpected record")
         if length > _MAX_RECORD_BYTES[kind]:
-            raise self._create_damage_error(f"it has a record of {length} bytes, more than the format allows")
+            raise self._create_damage_error(f"it contains a record of {length} bytes, more than the format allows")
         if len(self._buffer) < _RECORD_STRUCT.size + length:
             return None
         contents = bytes(self._buffer[_RECORD_STRUCT.size : _RECORD_STRUCT.size + length])

@@ -24,7 +24,7 @@ class Signer:
 
     @property
     def fingerprint(self) -> str:
-        return fingerprint_of(self.public_key)
+        return compute_fingerprint(self.public_key)
 
     def sign(self, purpose: bytes, data: bytes) -> bytes:
         """Sign ``data``. A signature for one purpose is not valid for another."""
@@ -39,7 +39,7 @@ def has_valid_signature(public_key: bytes, signature: bytes, purpose: bytes, dat
     return True
 
 
-def fingerprint_of(public_key: bytes) -> str:
+def compute_fingerprint(public_key: bytes) -> str:
     """Return the SHA-256 of a public key. People compare it to decide whether they trust the key."""
     return hashlib.sha256(public_key).hexdigest()
 

@@ -18,14 +18,14 @@ from sandbox_gateway import __version__
 from sandbox_gateway.control_characters import remove_control_characters
 from sandbox_gateway.engine.collector import Collector
 from sandbox_gateway.engine.context import Context
-from sandbox_gateway.engine.durations import measured, note_memory_mode
+from sandbox_gateway.engine.durations import measured, set_memory_mode
 from sandbox_gateway.engine.names import require_valid_name
 from sandbox_gateway.engine.room import PendingImport, RoomMonitor
 from sandbox_gateway.engine.secret import load_secret
 from sandbox_gateway.errors import Busy, Unsupported, Untrusted
 from sandbox_gateway.hosts.base import MEMORY_PARTS, SnapshotPart, SnapshotSource, SnapshotTarget
 from sandbox_gateway.log import Logger
-from sandbox_gateway.records import Imported, MemoryMode, Resources, Snapshot, SnapshotKind
+from sandbox_gateway.records import ImportOrigin, MemoryMode, Resources, Snapshot, SnapshotKind
 from sandbox_gateway.tasks import finish_despite_cancellation
 
 if TYPE_CHECKING:
@@ -120,7 +120,7 @@ class Transfers:
             snapshot = self._create_record(manifest, signer)
             snapshot.names = new_names or [*manifest.names]
             has_memory = snapshot.memory is not MemoryMode.NONE
-            note_memory_mode(snapshot.memory)
+            set_memory_mode(snapshot.memory)
             disk_bytes = manifest.sum_data_bytes(memory=False)
             memory_bytes = manifest.sum_data_bytes(memory=has_memory) - disk_bytes
             sizes = {part.name: part.size for part in manifest.parts if has_memory or part.name not in MEMORY_PARTS}
@@ -146,9 +146,9 @@ class Transfers:
 
     def _require_trusted(self, decoder: Decoder, trusted_fingerprints: Collection[str]) -> str:
         """Return the fingerprint of the signer. Raises Untrusted if it is unknown."""
-        from sandbox_gateway.engine.transfer.signing import fingerprint_of
+        from sandbox_gateway.engine.transfer.signing import compute_fingerprint
 
-        fingerprint = fingerprint_of(decoder.public_key)
+        fingerprint = compute_fingerprint(decoder.public_key)
         if fingerprint not in {self.get_signer().fingerprint, *trusted_fingerprints}:
             raise Untrusted(
                 f"the snapshot file is signed with the key {fingerprint}, which is not this gateway's. Compare the "
@@ -167,7 +167,7 @@ class Transfers:
             description=manifest.description,
             memory=MemoryMode.FULL if has_memory else MemoryMode.NONE,
             resources=Resources(**manifest.sizes.model_dump()),
-            imported=Imported(
+            imported=ImportOrigin(
                 snapshot=manifest.snapshot_id,
                 signer=signer,
                 omitted_memory=problem if manifest.has_memory else "",
@@ -253,14 +253,14 @@ class Export:
         yield encoder.encode_head(self.manifest)
         for place in self._iterate_chunk_places():
             self._pending_tasks.append(asyncio.create_task(asyncio.to_thread(self._compress, *place)))
-            if len(self._pending_tasks) > _COMPRESSION_THREADS and (contents := await self._take_first()):
+            if len(self._pending_tasks) > _COMPRESSION_THREADS and (contents := await self._take_first_chunk()):
                 yield await asyncio.to_thread(encoder.encode_chunk, contents)
         while self._pending_tasks:
-            if contents := await self._take_first():
+            if contents := await self._take_first_chunk():
                 yield await asyncio.to_thread(encoder.encode_chunk, contents)
         yield encoder.encode_end()
 
-    async def _take_first(self) -> bytes:
+    async def _take_first_chunk(self) -> bytes:
         """Wait for the first pending chunk, even if the caller is cancelled, and return its contents."""
         contents = await finish_despite_cancellation(self._pending_tasks[0])
         self._pending_tasks.popleft()
@@ -329,7 +329,7 @@ async def _read_manifest(decoder: Decoder, batches: AsyncIterator[bytes]) -> Man
         decoder.feed(batch)
         if (manifest := decoder.read_manifest()) is not None:
             return manifest
-    raise decoder.create_incomplete_error()
+    raise decoder.create_incomplete_file_error()
 
 
 async def _write_chunks(
@@ -348,7 +348,7 @@ async def _write_chunks(
                 target.write(chunk.part.name, chunk.offset, chunk.data)
                 # A stream is stored in another place until it is complete.
                 if chunk.part.name is not SnapshotPart.STREAM:
-                    pending_import.count_written(len(chunk.data), memory=chunk.part.name in MEMORY_PARTS)
+                    pending_import.count_written_bytes(len(chunk.data), memory=chunk.part.name in MEMORY_PARTS)
 
     await finish_despite_cancellation(asyncio.to_thread(write, b""))
     async for batch in batches:
