@@ -64,7 +64,7 @@ class Files:
         for path in (guest.template.kernel, guest.template.initrd):
             copy_file(path, directory / path.name)
 
-    def path(self, name: str) -> Path:
+    def get_path(self, name: str) -> Path:
         return self.directory / name
 
     def create_qcow2(self, name: str) -> Path:

@@ -214,7 +214,7 @@ async def test_the_report_adds_up_the_sizes_of_disks_volumes_and_memory(engine: 
     report = await engine.room.report()
     disk_mb = engine.sandboxes.get("a").resources.disk_mb
     assert (report.disk_promised, report.memory_promised) == ((2 * disk_mb + 64) * MIB, 256 * MIB)
-    assert (report.room, report.stalled) == (host.available_room, [])
+    assert (report.room, report.stalled_ids) == (host.available_room, [])
 
 
 async def test_a_stalled_machine_is_reported_and_resumed_when_there_is_space(engine: Engine, host: _Host) -> None:
@@ -224,7 +224,7 @@ async def test_a_stalled_machine_is_reported_and_resumed_when_there_is_space(eng
         host.stalled_instances.add(sandbox.instance)
         await wait_until(lambda: engine.room.get_stall_reason(sandbox))
         assert engine.room.get_stall_reason(sandbox).startswith("the host's disk has no space left")
-        assert (await engine.room.report()).stalled == [sandbox.id]
+        assert (await engine.room.report()).stalled_ids == [sandbox.id]
         host.set_free_space(disk_mb=999)
         await _wait_for_checks(host)
         assert host.stalled_instances == {sandbox.instance}, "it was resumed below the reserve"

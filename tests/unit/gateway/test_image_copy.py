@@ -76,7 +76,7 @@ class Image:
             assert not self.archive.exists(), "the archive must not become part of the template"
         return ""
 
-    def list(self) -> list[str]:
+    def list_paths(self) -> list[str]:
         """Return the paths of all files and links below the image."""
         paths = (path for path in self.root.rglob("*") if path.is_symlink() or not path.is_dir())
         return sorted(str(path.relative_to(self.root)) for path in paths)

@@ -58,7 +58,7 @@ class Metrics:
         )
         self._pause_histogram = Histogram(
             "sandbox_gateway_pause_seconds",
-            "Time for which a source was paused while it was captured.",
+            "Time that a source was paused during its capture.",
             ("memory",),
             registry=self.registry,
             buckets=_PAUSE_BUCKETS,
@@ -162,18 +162,18 @@ class _Inventory(Collector):
             "Machines that were started, by method: from a prewarmed fork, from memory, or by a boot.",
             labels=["how"],
         )
-        for how in ("prewarmed", "memory", "boot"):
-            start_counter.add_metric([how], self._engine.machines.starts[how])
+        for method in ("prewarmed", "memory", "boot"):
+            start_counter.add_metric([method], self._engine.machines.start_counts[method])
         yield start_counter
         if (commands := self._engine.host.storage_commands()) is not None:
             yield CounterMetricFamily(
                 "sandbox_gateway_zfs_timeouts",
-                "Commands of ZFS that were killed because they did not finish in time.",
+                "ZFS commands that were killed because they did not finish in time.",
                 commands.timeouts,
             )
             yield GaugeMetricFamily(
                 "sandbox_gateway_zfs_slow_commands",
-                "Commands of ZFS that hang, or have been running for an unusually long time.",
+                "ZFS commands that hang, or have been running for an unusually long time.",
                 len(commands.slow_commands),
             )
         usage_sums = sum_samples(self._engine.loads.list_current_samples())
@@ -190,7 +190,7 @@ class _Inventory(Collector):
 
 
 @router.get("/metrics", summary="Metrics for Prometheus", response_class=Response)
-async def metrics(request: Request, engine: EngineDep) -> Response:
+async def export_metrics(request: Request, engine: EngineDep) -> Response:
     with contextlib.suppress(GatewayError):  # Keep the last values if the host cannot report its room.
         request.app.state.metrics.update_room(await engine.room.report())
     return Response(request.app.state.metrics.render(), media_type=CONTENT_TYPE_LATEST)

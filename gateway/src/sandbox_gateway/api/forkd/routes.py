@@ -23,12 +23,12 @@ TagRef = Annotated[str, Path(alias="ref", max_length=MAX_REF_LENGTH, description
 
 
 @router.get("/healthz", summary="Check that the gateway is running. Needs no key")
-async def healthz() -> shapes.HealthInfo:
+async def check_health() -> shapes.HealthInfo:
     return shapes.HealthInfo()
 
 
 @router.get("/version", summary="Show the versions of the gateway and of these routes")
-async def version() -> shapes.VersionInfo:
+async def show_version() -> shapes.VersionInfo:
     return shapes.VersionInfo(version=__version__)
 
 
