@@ -14,6 +14,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from ansible_collections.grove.sandbox.plugins.module_utils._approval import (
+    PREDICTED_FAILURE,
     Approval,
     describe_actions,
     estimate_costs,
@@ -142,6 +143,8 @@ class _Run:
         self.want = resource_kind.desired_state(params)
         self.failures: dict[str, Failure] = {}
         self.completed_actions: list[Action] = []
+        self.planned_actions: list[Action] = []
+        """The actions that a plan file contains: all that did not fail, even if a check run does not expect them."""
         self._taken_ids: list[str] = []
 
     def result(self) -> dict[str, Any]:
@@ -170,6 +173,7 @@ class _Run:
 
     def _plan_and_apply(self) -> dict[str, Any]:
         self.client.forget_objects()
+        self.planned_actions = []
         try:
             have = self.resource_kind.observe(self.client, self.want)
             plan: Plan = self.resource_kind.plan(self.want, have)
@@ -191,7 +195,7 @@ class _Run:
         if self.check and (self.predict_only or not self.client.is_planning):
             self.completed_actions = [action for action in plan.actions if action.is_expected]
             return self._report(predict(shapes, self.completed_actions))
-        self._apply(plan)
+        self._apply(plan.actions)
         if self.check:
             planned_shapes = self._observe_again(shapes) if self.completed_actions else shapes
             result = self._report(fill_from_session(predict(shapes, self.completed_actions), planned_shapes))
@@ -257,8 +261,10 @@ class _Run:
     ) -> dict[str, Any]:
         """Apply a plan if a saved plan contains the same actions on the same objects. Raises Failure if it does not."""
         is_conditional = any(getattr(self.want, option, False) for option in CONDITIONS)
-        entry = approval.find(plan.actions, reads, self._list_own_paths(), is_conditional=is_conditional)
-        self._apply(plan)
+        entry, actions = approval.find(plan.actions, reads, self._list_own_paths(), is_conditional=is_conditional)
+        self._apply(actions)
+        if entry is not None:
+            self._refuse_failing(plan.actions, actions, entry)
         new_shapes = self._observe_again(shapes) if self.completed_actions or self.failures else shapes
         bindings = approval.bindings
         real_ids = self._find_created_ids(new_shapes)
@@ -275,7 +281,7 @@ class _Run:
             return result
         made_changes = {id(change) for action in self.completed_actions for change in action.changes}
         omitted_names = [
-            change.name for action in plan.actions for change in action.changes if id(change) not in made_changes
+            change.name for action in actions for change in action.changes if id(change) not in made_changes
         ]
         used = {
             "number": entry["number"],
@@ -286,6 +292,17 @@ class _Run:
             "opened_at": {_run_key(self.client): self.client.run_opened_at},
         }
         return {**result, PLAN_KEY: used}
+
+    def _refuse_failing(
+        self, actions: Iterable[Action], approved_actions: Iterable[Action], entry: Mapping[str, Any]
+    ) -> None:
+        """Report a failure for each object whose actions fail according to the plan, even if they would succeed now."""
+        approved_changes = {id(change) for action in approved_actions for change in action.changes}
+        for action in actions:
+            names = [change.name for change in action.changes if id(change) not in approved_changes]
+            if names and (self.continue_on_error or not self.failures):
+                failure = Failure(f"{PREDICTED_FAILURE}{entry['failure']}", "not_planned")
+                self.failures.update({name: failure for name in names if name not in self.failures})
 
     def _find_created_ids(self, new_shapes: Mapping[str, Mapping[str, Any]]) -> dict[str, str]:
         """Return the ids of the objects that the completed actions have created, by name.
@@ -317,17 +334,17 @@ class _Run:
     ) -> dict[str, Any]:
         """Return ``result`` with the task's entry for the plan file, if it was carried out in a plan session.
 
-        If an action failed there, the entry contains all actions, because a run would try the same ones.
+        The entry does not contain the actions that failed there, because a run must not make them.
         """
         if not self.client.is_planning or self.predict_only:
             return result
         costs, unknown = estimate_costs(self.completed_actions, shapes, self.client.typical_costs)
-        conditional_actions = [action for action in plan.actions if action.condition]
+        conditional_actions = [action for action in self.planned_actions if action.condition]
         failures = [*self.failures.values(), *plan.unexpected_failures]
         conditional = [*conditional_actions, *(each for each in failures if each.condition)]
         entry = _make_plan_entry(
             self.client,
-            actions=describe_actions(plan.actions),
+            actions=describe_actions(self.planned_actions),
             conditional=[
                 change.name for action in conditional_actions for change in action.changes if change.before is None
             ],
@@ -346,10 +363,13 @@ class _Run:
         names.update(change.name for action in actions for change in action.changes)
         return sorted(names.union(_list_requested_refs(self.client)))
 
-    def _apply(self, plan: Plan) -> None:
-        for action in plan.actions:
+    def _apply(self, actions: Iterable[Action]) -> None:
+        for action in actions:
             names = [change.name for change in action.changes]
-            if not action.is_expected or any(name in self.failures for name in names):
+            if any(name in self.failures for name in names):
+                continue
+            if not action.is_expected:
+                self.planned_actions.append(action)
                 continue
             try:
                 failures = self.resource_kind.apply(action, self.client)
@@ -359,6 +379,8 @@ class _Run:
             succeeded_changes = tuple(change for change in action.changes if change.name not in failures)
             if succeeded_changes:
                 self.completed_actions.append(Action(action.verb, succeeded_changes, action.request))
+            if not failures:
+                self.planned_actions.append(action)
             if failures and not self.continue_on_error:
                 return
 
