@@ -524,7 +524,7 @@ def _drop_failing_actions(
     ``planned``: the actions in the plan, in the same order.
     """
     planned_ids = {real: planned_id for planned_id, real in matching.bindings.items()}
-    remaining = [(each["verb"], [change["name"] for change in each["changes"]]) for each in planned]
+    remaining = [(each["verb"], [change["name"] for change in _list_own_changes(each)]) for each in planned]
     kept_actions = []
     for action in actual:
         names = [planned_ids.get(change.name, change.name) for change in action.changes]
@@ -628,16 +628,21 @@ def _match_actions(planned: Sequence[Mapping[str, Any]], actual: Sequence[Action
             f"({', '.join(planned_verbs)})"
         )
     for planned_action, action in zip(planned, actual):
-        verb = action.verb
+        verb, planned_changes = action.verb, _list_own_changes(planned_action)
         matching.value(
-            [[each["kind"], each["name"]] for each in planned_action["changes"]],
+            [[each["kind"], each["name"]] for each in planned_changes],
             [[each.kind, each.name] for each in action.changes],
             f"{verb} objects",
         )
         ignored_keys = _UNKNOWABLE_VIEW_KEYS if verb in _TIMEOUT_VERBS else {*_UNKNOWABLE_VIEW_KEYS, "timeout"}
-        for planned_change, change in zip(planned_action["changes"], action.changes):
+        for planned_change, change in zip(planned_changes, action.changes):
             matching.value(planned_change["after"], change.after, f"{verb} {change.name}", ignored_keys)
         matching.value(planned_action["request"], action.request, f"{verb} request", _UNKNOWABLE_REQUEST_KEYS)
+
+
+def _list_own_changes(action: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    """Return the changes of a planned action without the snapshots that a retention rule removes after it."""
+    return [each for each in action["changes"] if action["verb"] != "capture" or each["after"] is not None]
 
 
 def _difference_error(where: str, planned: Any, actual: Any) -> Failure:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from ansible_collections.grove.sandbox.plugins.module_utils._approval import (
@@ -27,9 +28,11 @@ from ansible_collections.grove.sandbox.plugins.module_utils._failure import Fail
 from ansible_collections.grove.sandbox.plugins.module_utils._info import Listing
 from ansible_collections.grove.sandbox.plugins.module_utils._plan import (
     RECREATING_VERBS,
+    SNAPSHOT,
     TEMPLATE,
     VOLUME,
     Action,
+    Change,
     Plan,
     diff,
     fill_from_session,
@@ -37,6 +40,7 @@ from ansible_collections.grove.sandbox.plugins.module_utils._plan import (
     is_planned_id,
     predict,
 )
+from ansible_collections.grove.sandbox.plugins.module_utils._shapes import snapshot_shape
 
 if TYPE_CHECKING:
     from ansible_collections.grove.sandbox.plugins.module_utils._thing import ManagedKind, ResourceKind
@@ -47,6 +51,8 @@ PLAN_KEY = "_plan"
 SESSION_KEY = "_plan_session"
 """The key of a result for the action plugin: the path of the plan session or applied run that the task has used."""
 _OBJECT_PATHS = ("/sandboxes/", "/snapshots/", "/templates/", "/volumes/")
+_REMOVED_KEYS = ("name", "description", "source_sandbox_id", "status", "volumes")
+"""The keys with which an entry describes a snapshot that a retention rule removes."""
 _RACE_WAIT_SECONDS = 0.2
 CONDITIONS = ("when_changed", "unless_clean")
 """Options with which a task captures or rolls back a sandbox only if it has diverged, which only the run can know."""
@@ -371,6 +377,7 @@ class _Run:
             if not action.is_expected:
                 self.planned_actions.append(action)
                 continue
+            series = self._list_series(action)
             try:
                 failures = self.resource_kind.apply(action, self.client)
             except Failure as failure:
@@ -380,9 +387,32 @@ class _Run:
             if succeeded_changes:
                 self.completed_actions.append(Action(action.verb, succeeded_changes, action.request))
             if not failures:
-                self.planned_actions.append(action)
+                self.planned_actions.append(self._add_removals(action, series))
             if failures and not self.continue_on_error:
                 return
+
+    def _list_series(self, action: Action) -> dict[str, dict[str, Any]]:
+        """Return, in a check run, the snapshots to which the retention rule of a new snapshot applies, by name."""
+        if not self.client.is_planning or not action.request.get("body", {}).get("retention"):
+            return {}
+        snapshots = self.client.list_all("/snapshots", sandboxID=action.request["sandbox"])
+        shapes = [snapshot_shape(snapshot) for snapshot in snapshots if snapshot.get("retention")]
+        return {shape["name"] or shape["id"]: shape for shape in shapes}
+
+    def _add_removals(self, action: Action, series: Mapping[str, Mapping[str, Any]]) -> Action:
+        """Return an action with the removals of the snapshots that its retention rule does not keep.
+
+        ``series``: the snapshots before the action.
+        """
+        if not series:
+            return action
+        kept_names = self._list_series(action).keys()
+        removals = [
+            Change(name, _select_keys(shape, _REMOVED_KEYS), None, SNAPSHOT)
+            for name, shape in series.items()
+            if name not in kept_names
+        ]
+        return replace(action, changes=(*action.changes, *removals))
 
     def _observe_again(self, shapes_before: Mapping[str, Any]) -> Mapping[str, Any]:
         try:

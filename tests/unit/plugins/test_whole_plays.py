@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 from ansible_collections.grove.sandbox.plugins.module_utils import _template
+from ansible_collections.grove.sandbox.plugins.plugin_utils import _plan_table
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -64,8 +65,14 @@ def test_a_plan_applies_retention_rules(gateway: MemoryGateway) -> None:
         ("snapshot_info", {}),
     ]
     checks = PlayChecks()
-    checks.check(gateway.unix_url, history, play)
+    entries = checks.check(gateway.unix_url, history, play)
     assert checks.tasks == {"changed": 4, "ok": 2, "failed": 1}
+    signs = [
+        [_plan_table.sign_of(action["verb"], change) + change["name"] for change in action["changes"]]
+        for entry in (entries[1], entries[5])
+        for action in entry["actions"]
+    ]
+    assert signs == [["+second"], ["+third", "-second"], ["+fourth", "-third"]], "another task uses the first snapshot"
 
 
 def test_a_plan_marks_what_depends_on_whether_a_sandbox_has_diverged(tmp_path: Path) -> None:
