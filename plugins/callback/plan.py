@@ -123,10 +123,10 @@ class CallbackModule(CallbackBase):
         if not self._playbooks:
             # Every playbook of the run has its own statistics, and an interrupted run has none.
             atexit.register(self._end_sessions)
-            _plan_journal.record_failures([])
             if plan_path:
                 self._remove_old_plan(Path(plan_path))
         self._playbooks.append(Path(playbook._file_name).name)
+        self._record_problems()
 
     def v2_playbook_on_play_start(self, play: Play) -> None:
         self._record_failures()
@@ -156,7 +156,13 @@ class CallbackModule(CallbackBase):
         self._possible_failures.clear()
         if context.CLIARGS.get("check") and {*lasting_failures, *descriptions} - self._failures.keys():
             self._failures.update(dict.fromkeys((*lasting_failures, *descriptions)))
-            _plan_journal.record_failures(list(self._failures))
+            self._record_problems()
+
+    def _record_problems(self) -> None:
+        # Ansible loads each playbook after it has run the one before. If that fails, this run has no more statistics.
+        names = _plan_journal.list_playbook_names()[len(self._playbooks) :]
+        unreached = [f"the check run has not reached {', '.join(names)}"] if names else []
+        _plan_journal.record_failures([*self._failures, *unreached])
 
     def _end_sessions(self) -> None:
         for message in _check_run.end_sessions():

@@ -46,6 +46,8 @@ _NEW_MARKER = "new"
 _CONDITIONAL_VERBS = ("rollback", "capture")
 """Verbs of actions that a run may skip, because only the run knows whether the sandbox has diverged."""
 _REMEDY = "this task changed nothing. Make a new plan with a check run"
+PREDICTED_FAILURE = "the plan predicts that this fails, so the run has not tried it: "
+"""The beginning of a message that ends with the predicted failure."""
 
 Entry = Mapping[str, Any]
 """An entry of a plan file, as docs/plans.md describes it."""
@@ -320,23 +322,25 @@ class Approval:
         own_paths: Iterable[str] = (),
         *,
         is_conditional: bool = False,
-    ) -> Entry | None:
-        """Return the entry that contains exactly ``actions``, and add the ids that it finds to ``bindings``.
+    ) -> tuple[Entry | None, list[Action]]:
+        """Return the entry of a task and those of its ``actions`` that the entry contains. Add ids to ``bindings``.
+
+        All actions are in the entry, except those that the check run predicts to fail.
 
         ``reads``: the versions of the objects that the task has read, by path. ``own_paths``: the paths of the objects
         that the task declares. ``is_conditional``: whether the task captures or rolls back only if it is necessary;
         it may then leave out these actions for any of its objects.
 
-        Raises Failure if no entry contains the actions, or if an object has changed since the plan was made. Returns
-        None if the task has no actions, and no entry is about its objects.
+        Raises Failure if no entry contains the actions, or if an object has changed since the plan was made. The entry
+        is None if the task has no actions, and no entry is about its objects.
         """
         versions = self._substitute_planned_ids(reads)
+        planned_own_paths = self._substitute_planned_ids(dict.fromkeys(own_paths, "")).keys()
         candidates = self._entries
         if not actions:
-            paths = self._substitute_planned_ids(dict.fromkeys(own_paths, "")).keys()
-            candidates = [entry for entry in candidates if paths <= entry["reads"].keys()]
+            candidates = [entry for entry in candidates if planned_own_paths <= entry["reads"].keys()]
             if not candidates:
-                return None
+                return None, []
         verbs = ", ".join(dict.fromkeys(each.verb for each in actions))
         names = {change.name for action in actions for change in action.changes}
         failures = []
@@ -344,13 +348,17 @@ class Approval:
             matching = _Matching(self.bindings, self._created_ids)
             try:
                 self._check_unchanged(entry, versions, matching)
-                if actions and not entry["actions"]:
+                may_fail = entry["failure"] is not None and planned_own_paths <= entry["reads"].keys()
+                if actions and not entry["actions"] and not may_fail:
                     raise _create_unplanned_error(f"the plan does not contain this task's changes ({verbs})")
                 planned_actions = entry["actions"]
                 if is_conditional:
                     planned_actions = _drop_unnecessary_actions(planned_actions, actions, matching)
+                approved_actions = list(actions)
+                if may_fail:
+                    approved_actions = _drop_failing_actions(planned_actions, actions, matching)
                 if actions:
-                    _match_actions(planned_actions, actions, matching)
+                    _match_actions(planned_actions, approved_actions, matching)
                 elif planned_actions:
                     _check_no_actions(entry)
                 self._check_unread_objects(entry, versions, matching)
@@ -358,7 +366,7 @@ class Approval:
                 failures.append(failure)
             else:
                 self.bindings = matching.bindings
-                return entry
+                return entry, approved_actions
         raise (
             failures[0]
             if failures
@@ -531,6 +539,24 @@ def _drop_unnecessary_actions(
     ]
 
 
+def _drop_failing_actions(
+    planned: Iterable[Mapping[str, Any]], actual: Iterable[Action], matching: _Matching
+) -> list[Action]:
+    """Return the actions of a task without those that the plan does not contain, because they failed in the check run.
+
+    ``planned``: the actions in the plan, in the same order.
+    """
+    planned_ids = {real: planned_id for planned_id, real in matching.bindings.items()}
+    remaining = [(each["verb"], [change["name"] for change in _list_own_changes(each)]) for each in planned]
+    kept_actions = []
+    for action in actual:
+        names = [planned_ids.get(change.name, change.name) for change in action.changes]
+        if remaining and remaining[0] == (action.verb, names):
+            del remaining[0]
+            kept_actions.append(action)
+    return kept_actions
+
+
 def _check_no_actions(entry: Entry) -> None:
     if names := ", ".join(sorted(_list_changed_names(entry))):
         raise _create_unplanned_error(
@@ -627,16 +653,21 @@ def _match_actions(planned: Sequence[Mapping[str, Any]], actual: Sequence[Action
             f"({', '.join(planned_verbs)})"
         )
     for planned_action, action in zip(planned, actual):
-        verb = action.verb
+        verb, planned_changes = action.verb, _list_own_changes(planned_action)
         matching.check_value(
-            [[each["kind"], each["name"]] for each in planned_action["changes"]],
+            [[each["kind"], each["name"]] for each in planned_changes],
             [[each.kind, each.name] for each in action.changes],
             f"{verb} objects",
         )
         ignored_keys = _UNKNOWABLE_VIEW_KEYS if verb in _TIMEOUT_VERBS else {*_UNKNOWABLE_VIEW_KEYS, "timeout"}
-        for planned_change, change in zip(planned_action["changes"], action.changes):
+        for planned_change, change in zip(planned_changes, action.changes):
             matching.check_value(planned_change["after"], change.after, f"{verb} {change.name}", ignored_keys)
         matching.check_value(planned_action["request"], action.request, f"{verb} request", _UNKNOWABLE_REQUEST_KEYS)
+
+
+def _list_own_changes(action: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    """Return the changes of a planned action without the snapshots that a retention rule removes after it."""
+    return [each for each in action["changes"] if action["verb"] != "capture" or each["after"] is not None]
 
 
 def _create_difference_error(place: str, planned: Any, actual: Any) -> Failure:

@@ -11,9 +11,11 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from ansible_collections.grove.sandbox.plugins.module_utils._approval import (
+    PREDICTED_FAILURE,
     Approval,
     compute_object_version,
     describe_actions,
@@ -26,9 +28,11 @@ from ansible_collections.grove.sandbox.plugins.module_utils._failure import Fail
 from ansible_collections.grove.sandbox.plugins.module_utils._info import Listing
 from ansible_collections.grove.sandbox.plugins.module_utils._plan import (
     RECREATING_VERBS,
+    SNAPSHOT,
     TEMPLATE,
     VOLUME,
     Action,
+    Change,
     Plan,
     diff,
     fill_values_from_session,
@@ -36,6 +40,7 @@ from ansible_collections.grove.sandbox.plugins.module_utils._plan import (
     is_planned_id,
     predict,
 )
+from ansible_collections.grove.sandbox.plugins.module_utils._shapes import make_snapshot_shape
 
 if TYPE_CHECKING:
     from ansible_collections.grove.sandbox.plugins.module_utils._thing import ManagedKind, ResourceKind
@@ -46,6 +51,8 @@ PLAN_KEY = "_plan"
 SESSION_KEY = "_plan_session"
 """The key of a result for the action plugin: the path of the plan session or applied run that the task has used."""
 _OBJECT_PATHS = ("/sandboxes/", "/snapshots/", "/templates/", "/volumes/")
+_REMOVED_KEYS = ("name", "description", "source_sandbox_id", "status", "volumes")
+"""The keys with which an entry describes a snapshot that a retention rule removes."""
 _RACE_WAIT_SECONDS = 0.2
 CONDITIONAL_OPTIONS = ("when_changed", "unless_clean")
 """Options with which a task captures or rolls back a sandbox only if it has diverged, which only the run can know."""
@@ -142,6 +149,8 @@ class _Run:
         self.want = resource_kind.parse_desired_state(params)
         self.failures: dict[str, Failure] = {}
         self.completed_actions: list[Action] = []
+        self.planned_actions: list[Action] = []
+        """The actions that a plan file contains: all that did not fail, even if a check run does not expect them."""
         self._taken_ids: list[str] = []
 
     def carry_out_task(self) -> dict[str, Any]:
@@ -170,6 +179,7 @@ class _Run:
 
     def _plan_and_apply(self) -> dict[str, Any]:
         self.client.forget_objects()
+        self.planned_actions = []
         try:
             have = self.resource_kind.observe(self.client, self.want)
             plan: Plan = self.resource_kind.plan(self.want, have)
@@ -191,7 +201,7 @@ class _Run:
         if self.check_mode and (self.predict_only or not self.client.is_planning):
             self.completed_actions = [action for action in plan.actions if action.is_expected]
             return self._build_result(predict(shapes, self.completed_actions))
-        self._apply(plan)
+        self._apply(plan.actions)
         if self.check_mode:
             planned_shapes = self._observe_again(shapes) if self.completed_actions else shapes
             result = self._build_result(
@@ -259,8 +269,10 @@ class _Run:
     ) -> dict[str, Any]:
         """Apply a plan if a saved plan contains the same actions on the same objects. Raises Failure if it does not."""
         is_conditional = any(getattr(self.want, option, False) for option in CONDITIONAL_OPTIONS)
-        entry = approval.find_entry(plan.actions, reads, self._list_own_paths(), is_conditional=is_conditional)
-        self._apply(plan)
+        entry, actions = approval.find_entry(plan.actions, reads, self._list_own_paths(), is_conditional=is_conditional)
+        self._apply(actions)
+        if entry is not None:
+            self._refuse_failing(plan.actions, actions, entry)
         new_shapes = self._observe_again(shapes) if self.completed_actions or self.failures else shapes
         bindings = approval.bindings
         real_ids = self._find_created_ids(new_shapes)
@@ -277,7 +289,7 @@ class _Run:
             return result
         made_changes = {id(change) for action in self.completed_actions for change in action.changes}
         omitted_names = [
-            change.name for action in plan.actions for change in action.changes if id(change) not in made_changes
+            change.name for action in actions for change in action.changes if id(change) not in made_changes
         ]
         usage = {
             "number": entry["number"],
@@ -288,6 +300,17 @@ class _Run:
             "opened_at": {_make_run_key(self.client): self.client.run_opened_at},
         }
         return {**result, PLAN_KEY: usage}
+
+    def _refuse_failing(
+        self, actions: Iterable[Action], approved_actions: Iterable[Action], entry: Mapping[str, Any]
+    ) -> None:
+        """Report a failure for each object whose actions fail according to the plan, even if they would succeed now."""
+        approved_changes = {id(change) for action in approved_actions for change in action.changes}
+        for action in actions:
+            names = [change.name for change in action.changes if id(change) not in approved_changes]
+            if names and (self.continue_on_error or not self.failures):
+                failure = Failure(f"{PREDICTED_FAILURE}{entry['failure']}", "not_planned")
+                self.failures.update({name: failure for name in names if name not in self.failures})
 
     def _find_created_ids(self, new_shapes: Mapping[str, Mapping[str, Any]]) -> dict[str, str]:
         """Return the ids of the objects that the completed actions have created, by name.
@@ -321,17 +344,17 @@ class _Run:
     ) -> dict[str, Any]:
         """Return ``result`` with the task's entry for the plan file, if it was carried out in a plan session.
 
-        If an action failed there, the entry contains all actions, because a run would try the same ones.
+        The entry does not contain the actions that failed there, because a run must not make them.
         """
         if not self.client.is_planning or self.predict_only:
             return result
         costs, unknown_costs = estimate_costs(self.completed_actions, shapes, self.client.typical_costs)
-        conditional_actions = [action for action in plan.actions if action.condition]
+        conditional_actions = [action for action in self.planned_actions if action.condition]
         failures = [*self.failures.values(), *plan.unexpected_failures]
         conditional_steps = [*conditional_actions, *(each for each in failures if each.condition)]
         entry = _make_plan_entry(
             self.client,
-            actions=describe_actions(plan.actions),
+            actions=describe_actions(self.planned_actions),
             conditional=[
                 change.name for action in conditional_actions for change in action.changes if change.before is None
             ],
@@ -350,11 +373,15 @@ class _Run:
         names.update(change.name for action in actions for change in action.changes)
         return sorted(names.union(_list_requested_refs(self.client)))
 
-    def _apply(self, plan: Plan) -> None:
-        for action in plan.actions:
+    def _apply(self, actions: Iterable[Action]) -> None:
+        for action in actions:
             names = [change.name for change in action.changes]
-            if not action.is_expected or any(name in self.failures for name in names):
+            if any(name in self.failures for name in names):
                 continue
+            if not action.is_expected:
+                self.planned_actions.append(action)
+                continue
+            series = self._list_series(action)
             try:
                 failures = self.resource_kind.apply(action, self.client)
             except Failure as failure:
@@ -363,8 +390,33 @@ class _Run:
             succeeded_changes = tuple(change for change in action.changes if change.name not in failures)
             if succeeded_changes:
                 self.completed_actions.append(Action(action.verb, succeeded_changes, action.request))
+            if not failures:
+                self.planned_actions.append(self._add_removals(action, series))
             if failures and not self.continue_on_error:
                 return
+
+    def _list_series(self, action: Action) -> dict[str, dict[str, Any]]:
+        """Return, in a check run, the snapshots to which the retention rule of a new snapshot applies, by name."""
+        if not self.client.is_planning or not action.request.get("body", {}).get("retention"):
+            return {}
+        snapshots = self.client.list_all("/snapshots", sandboxID=action.request["sandbox"])
+        shapes = [make_snapshot_shape(snapshot) for snapshot in snapshots if snapshot.get("retention")]
+        return {shape["name"] or shape["id"]: shape for shape in shapes}
+
+    def _add_removals(self, action: Action, series: Mapping[str, Mapping[str, Any]]) -> Action:
+        """Return an action with the removals of the snapshots that its retention rule does not keep.
+
+        ``series``: the snapshots before the action.
+        """
+        if not series:
+            return action
+        kept_names = self._list_series(action).keys()
+        removals = [
+            Change(name, _select_keys(shape, _REMOVED_KEYS), None, SNAPSHOT)
+            for name, shape in series.items()
+            if name not in kept_names
+        ]
+        return replace(action, changes=(*action.changes, *removals))
 
     def _observe_again(self, shapes_before: Mapping[str, Any]) -> Mapping[str, Any]:
         try:

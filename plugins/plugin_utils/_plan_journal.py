@@ -112,7 +112,10 @@ def read_entries() -> list[dict[str, Any]]:
 
 
 def record_failures(failures: list[str]) -> None:
-    """Record the failures of a check run so far that the playbook neither rescues nor ignores."""
+    """Record the failures of a check run so far that the playbook neither rescues nor ignores.
+
+    A playbook that the run has not reached is such a failure, until the run begins it.
+    """
     _write(_FAILURES_NAME, failures)
 
 

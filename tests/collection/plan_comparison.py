@@ -9,6 +9,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable
 from typing import Any
 
+from ansible_collections.grove.sandbox.plugins.module_utils._approval import PREDICTED_FAILURE
 from ansible_collections.grove.sandbox.plugins.module_utils._client import ID_PATTERN, PLANNED_ID_PREFIX, Client
 from ansible_collections.grove.sandbox.plugins.module_utils._sandbox import LIFETIME_TOLERANCE_SECONDS
 
@@ -74,6 +75,7 @@ class PlanComparison:
     def check_result(self, planned: dict[str, Any], actual: dict[str, Any], location: str) -> None:
         """Check that a task had the predicted result, except for unknown values. Checks each item of a loop."""
         self._counts = self._result_counts
+        actual = restore_predicted_failures(planned, actual)
         assert bool(planned.get("failed")) == bool(actual.get("failed")), (location, planned, actual)
         for key in ("changed", "failure", "diff", "outcomes", *RESULT_LIST_KEYS):
             assert (key in planned) == (key in actual), (location, key, planned, actual)
@@ -187,6 +189,22 @@ class PlanComparison:
             assert self._counts is self._state_counts and key in UNKNOWN_KEYS, context
             assert "none" not in (planned, actual), context
         self._counts.unknown[key] += 1
+
+
+def restore_predicted_failures(planned: dict[str, Any], actual: dict[str, Any]) -> dict[str, Any]:
+    """Return the result of a run, with the predicted failures where it says that the plan predicts a failure."""
+
+    def restore(predicted: dict[str, Any], result: dict[str, Any]) -> dict[str, Any]:
+        failure, predicted_failure = result.get("failure"), predicted.get("failure")
+        if not failure or not predicted_failure or PREDICTED_FAILURE not in failure["message"]:
+            return result
+        assert predicted_failure["message"] in failure["message"], (predicted, result)
+        return {**result, "failure": predicted_failure}
+
+    result = restore(planned, actual)
+    if "outcomes" in planned and len(planned["outcomes"]) == len(result.get("outcomes", ())):
+        result = {**result, "outcomes": [*map(restore, planned["outcomes"], result["outcomes"])]}
+    return result
 
 
 def _split_at_ids(text: str) -> list[str]:

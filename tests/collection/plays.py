@@ -21,7 +21,7 @@ from ansible_collections.grove.sandbox.plugins.module_utils._run import PLAN_KEY
 from ansible_collections.grove.sandbox.plugins.plugin_utils._plan_conditions import mark_dependent_entries
 from hypothesis import strategies as st
 
-from tests.collection.plan_comparison import Counts, PlanComparison, read_state
+from tests.collection.plan_comparison import Counts, PlanComparison, read_state, restore_predicted_failures
 from tests.support.waiting import wait_until
 from tests.unit.plugins import test_plans
 from tests.unit.plugins.test_plans import SANDBOXES, attachments, make_mount_lists, task_options
@@ -218,6 +218,7 @@ class PlayChecks:
             comparison = PlanComparison(planner.plan_opened_at, self.results, self.states)
             for number, (prediction, result) in enumerate(zip(predicted, actual, strict=True)):
                 outcome = describe_outcome(result)
+                result = restore_predicted_failures(prediction, result)
                 if number in uncertain_tasks:
                     is_as_predicted &= describe_outcomes(prediction) == describe_outcomes(result)
                     self.uncertain_count += 1

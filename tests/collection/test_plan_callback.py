@@ -190,6 +190,23 @@ def test_the_lookup_knows_the_failures_of_earlier_plays(
         ], target.output
 
 
+def test_a_plan_is_incomplete_until_the_run_has_reached_its_last_playbook(target: Target, tmp_path: Path) -> None:
+    """Ansible evaluates the keywords of a play when it begins the playbook."""
+    path = tmp_path / "plan.json"
+    target.write_playbook("first.yml", {"tasks": [TASKS[0]]})
+    target.write_playbook("broken.yml", {"tasks": [TASKS[1]], "serial": "{{ missing }}"})
+    environment = {
+        "ANSIBLE_CALLBACKS_ENABLED": "record,grove.sandbox.plan",
+        "ANSIBLE_ACTION_PLUGINS": str(HERE / "plugins" / "action"),
+        "GROVE_SANDBOX_PLAN_FILE": str(path),
+    }
+    problem = "the check run has not reached broken.yml"
+    for names, problems in ((("first.yml", "broken.yml"), [problem]), (("first.yml", "first.yml"), [])):
+        target.run_playbooks(*names, options=("--check",), environment=environment)
+        assert _plan_file.load(str(path))["problems"] == problems, target.output
+    assert target.output.count("It cannot be applied: the check run has not reached first.yml.") == 1, target.output
+
+
 def test_a_plan_that_cannot_be_saved_is_an_error_and_leaves_no_old_plan(target: Target, tmp_path: Path) -> None:
     path = tmp_path / "plan.json"
     path.write_text("an old plan")

@@ -53,7 +53,7 @@ async def test_a_request_measures_a_running_sandbox(tmp_path: Path) -> None:
         await create(engine, "one", cpus=2, cold_start=True)
         time_before = time.time()
         (sample,) = await engine.loads.get_history("one")
-        assert time_before <= sample.at <= time.time()
+        assert time_before <= sample.time <= time.time()
         # The average since the start of the machine: half of one of its two CPUs.
         assert (sample.cpu_percent, sample.memory_bytes, sample.disk_bytes) == (25.0, 5 << 20, 7 << 20)
         assert list(await engine.loads.get_history("one")) == [sample] and len(host.measured_names) == 1, (
@@ -98,9 +98,9 @@ async def test_the_history_is_bounded_and_filtered(tmp_path: Path, clock: list[f
             await engine.loads.get_history("one")
         samples = await engine.loads.get_history("one")
         assert len(samples) == loads.HISTORY_SECONDS / 5 + 1
-        assert samples[0].at == clock[0] - loads.HISTORY_SECONDS and samples[-1].at == clock[0]
+        assert samples[0].time == clock[0] - loads.HISTORY_SECONDS and samples[-1].time == clock[0]
         filtered_samples = await engine.loads.get_history("one", start=clock[0] - 20, end=clock[0] - 10)
-        assert [sample.at - clock[0] for sample in filtered_samples] == [-20, -15, -10]
+        assert [sample.time - clock[0] for sample in filtered_samples] == [-20, -15, -10]
 
 
 @pytest.mark.usefixtures("short_intervals")

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 from ansible_collections.grove.sandbox.plugins.module_utils import _template
+from ansible_collections.grove.sandbox.plugins.plugin_utils import _plan_table
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -64,8 +65,14 @@ def test_a_plan_applies_retention_rules(gateway: MemoryGateway) -> None:
         ("snapshot_info", {}),
     ]
     checks = PlayChecks()
-    checks.check(gateway.unix_url, history, play)
+    entries = checks.check(gateway.unix_url, history, play)
     assert checks.tasks == {"changed": 4, "ok": 2, "failed": 1}
+    signs = [
+        [_plan_table.sign_of(action["verb"], change) + change["name"] for change in action["changes"]]
+        for entry in (entries[1], entries[5])
+        for action in entry["actions"]
+    ]
+    assert signs == [["+second"], ["+third", "-second"], ["+fourth", "-third"]], "another task uses the first snapshot"
 
 
 def test_a_plan_marks_what_depends_on_whether_a_sandbox_has_diverged(tmp_path: Path) -> None:
@@ -201,6 +208,40 @@ def test_a_plan_counts_the_room_for_machines(
     finally:
         gateway.end()
     assert checks.tasks == outcomes
+
+
+CREATE_Y = {"name": ["y-1", "y-2", "x"], "template": "base", "metadata": {"k": "1"}}
+UPDATE_Y: PlayTask = ("sandbox", {"name": ["y-1"], "metadata": {"k": "2"}})
+
+
+@pytest.mark.parametrize(
+    ("capacity", "play", "outcomes", "change_counts"),
+    [
+        (4, [TWO_FORKS_TASK, REMOVE_X_TASK], {"failed": 1, "changed": 1}, [0, 1]),
+        (5, [("sandbox", CREATE_Y), UPDATE_Y], {"failed": 1, "changed": 1}, [1, 1]),
+        (5, [("sandbox", {**CREATE_Y, "continue_on_error": True}), UPDATE_Y], {"failed": 1, "changed": 1}, [2, 1]),
+    ],
+)
+def test_a_run_does_not_try_what_the_plan_predicts_to_fail(
+    tmp_path: Path, capacity: int, play: list[PlayTask], outcomes: dict[str, int], change_counts: list[int]
+) -> None:
+    """Others free memory between the check run and the run."""
+    host, checks = FullHost(), PlayChecks()
+    host.capacity = capacity
+    gateway = MemoryGateway(tmp_path, host, log={"level": "error"}, limits={"free_memory_mb": 64})
+
+    def free_memory() -> None:
+        host.capacity = 100
+
+    try:
+        gateway.build_template("base")
+        history: list[PlayTask] = [("sandbox", {"name": ["x"], "template": "base"})]
+        entries = checks.check(gateway.unix_url, history, play, before_run=free_memory)
+    finally:
+        gateway.end()
+    assert checks.tasks == outcomes and not checks.partial_count
+    counts = [sum(len(action["changes"]) for action in entry["actions"]) for entry in entries]
+    assert counts == change_counts, entries
 
 
 def test_a_plan_predicts_a_whole_play(gateway: MemoryGateway, capsys: pytest.CaptureFixture[str]) -> None:
