@@ -166,7 +166,7 @@ def require_machine(client: Client, sandbox: str, *, check_mode: bool) -> None:
         return
     planned = client.find(path, diverged=False) if enter_session(client) else None
     if planned is not None:
-        _check_machine(planned, real, client.plan_opened_at)
+        _check_machine(planned, real, client)
     elif real is None and has_session():
         raise Failure(
             f"sandbox {sandbox} not found, neither at the gateway {client.address.url} nor in a plan session of the "
@@ -179,8 +179,8 @@ def require_machine(client: Client, sandbox: str, *, check_mode: bool) -> None:
         _skip(f"sandbox {real['name'] or real['sandboxID']} is paused, and this task would resume it")
 
 
-def _check_machine(planned: dict[str, Any], real: dict[str, Any] | None, opened_at: str) -> None:
-    """Compare a sandbox in a plan session with the real one. Raises PlannedMachineSkip or Failure."""
+def _check_machine(planned: dict[str, Any], real: dict[str, Any] | None, client: Client) -> None:
+    """Compare a sandbox in the plan session of ``client`` with the real one. Raises PlannedMachineSkip or Failure."""
     name = planned["name"] or planned["sandboxID"]
     if planned["state"] == "paused":
         if real is not None and real["state"] == "paused":
@@ -190,13 +190,30 @@ def _check_machine(planned: dict[str, Any], real: dict[str, Any] | None, opened_
         reason = f"the plan pauses sandbox {name}, and this task would resume it"
     elif is_planned_id(planned["sandboxID"]):
         reason = f"sandbox {name} exists only in the plan"
-    elif planned["startedAt"] > opened_at:
+    elif planned["startedAt"] > client.plan_opened_at:
         reason = f"the plan starts a new machine for sandbox {name}"
     elif real is not None and _mounts_of(planned) != _mounts_of(real):
         reason = f"the plan changes the volumes of sandbox {name}"
+    elif real is not None and planned["network"] != real["network"]:
+        reason = f"the plan changes the network of sandbox {name}"
+    elif volume := _find_changed_volume(planned, client):
+        reason = f"the plan changes the contents or the size of volume {volume}, which sandbox {name} mounts"
     else:
         return
     _skip(reason)
+
+
+def _find_changed_volume(planned: dict[str, Any], client: Client) -> str:
+    """Return the name of a mounted volume that the plan rolls back, enlarges or creates, or "". Raises Failure.
+
+    Sends no request if the sandbox mounts no volumes.
+    """
+    for name in sorted({mount["name"] for mount in planned["volumeMounts"]}):
+        volume = client.find(f"/volumes/{quote_segment(name)}")
+        # The generation in a session does not count its own changes. Older gateways have no ``ownChanges``.
+        if volume is not None and (volume["createdAt"] > client.plan_opened_at or volume.get("ownChanges")):
+            return name
+    return ""
 
 
 def _skip(reason: str) -> NoReturn:
