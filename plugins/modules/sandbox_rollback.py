@@ -54,6 +54,8 @@ attributes:
         disk does not show that it has diverged, it predicts no rollback. If an earlier task of the check run has
         changed the sandbox, it predicts the rollback. In both cases, the plan contains the rollback, and shows that it
         depends on this.
+      - Failures that only the run can detect are not predicted, namely a machine that does not start. If the gateway's
+        host is almost full, check mode can only estimate whether there is room.
   idempotent:
     support: partial
     details:
