@@ -35,6 +35,8 @@ _UNKNOWABLE_VIEW_KEYS = frozenset(("diverged",))
 """Keys of views whose values only the run can know."""
 _UNKNOWABLE_REQUEST_KEYS = frozenset(("end",))
 """Keys of requests whose values depend on the time of the run. The view contains the timeout itself."""
+_OVERWRITTEN_KEY = "overwrites"
+"""The key of an export's request with the id of the snapshot in the file that the export replaces; "" if none."""
 _TIMEOUT_VERBS = ("clone", "create", "fork", "replace", "set_timeout")
 """Verbs of actions that set the timeout. The views of other actions contain the remaining time, which changes."""
 _PLANNED_ID_PATTERN = re.compile(rf"({PLANNED_ID_PREFIX}[0-9a-f]{{4}})")
@@ -156,9 +158,17 @@ def make_initial_state() -> dict[str, Any]:
     ``run``: the name by which a gateway finds the run. ``opened_at``: when each gateway first saw the run, by the ids
     of the gateway and of the run there. ``used``: the numbers of the entries that it has used. ``omitted``: for each of
     these numbers, as text, the objects whose changes failed. ``swapped``: the hosts that have used each other's
-    entries. ``bindings``: by the id of the gateway, see ``Approval``.
+    entries. ``bindings``: by the id of the gateway, and ``exported``: see ``Approval``.
     """
-    return {"run": secrets.token_hex(16), "opened_at": {}, "used": [], "omitted": {}, "swapped": [], "bindings": {}}
+    return {
+        "run": secrets.token_hex(16),
+        "opened_at": {},
+        "used": [],
+        "omitted": {},
+        "swapped": [],
+        "bindings": {},
+        "exported": {},
+    }
 
 
 def update_state(state: dict[str, Any], usage: Mapping[str, Any]) -> None:
@@ -169,6 +179,8 @@ def update_state(state: dict[str, Any], usage: Mapping[str, Any]) -> None:
     state["bindings"].setdefault(usage["gateway"], {}).update(usage["bindings"])
     state["opened_at"].update(usage["opened_at"])
     state["swapped"] = sorted({*state["swapped"], *usage["swapped"]})
+    for file, snapshot_id in usage["exported"].items():
+        state["exported"].setdefault(file, []).append(snapshot_id)
 
 
 def make_approved_option(
@@ -190,6 +202,7 @@ def make_approved_option(
     return {
         "run": state["run"],
         "opened_at": state["opened_at"],
+        "exported": state["exported"],
         "host": host,
         "entries": [
             {**entry, "number": number}
@@ -295,7 +308,8 @@ def list_own_snapshots(volume: str, view: Mapping[str, Any] | None) -> set[str]:
 class Approval:
     """The part of an applied plan that concerns one task, which is the modules' option ``approved_plan``.
 
-    ``host``: the name that the task's host had in the check run. ``entries``: the task's entries that this run has not
+    ``exported``: for each file, the ids of the snapshots that this run has exported to it, on any host. ``host``: the
+    name that the task's host had in the check run. ``entries``: the task's entries that this run has not
     used yet, each with its ``number``, including those of hosts that declare the same objects. ``gateways``: for
     each gateway, ``bindings``, the real ids that earlier tasks found for planned ones, and the times at which they
     created volumes; ``created``, the planned ids that the run itself has to create; and ``created_names`` and
@@ -307,6 +321,7 @@ class Approval:
     def __init__(self, option: Mapping[str, Any], gateway_id: str, read_version: Callable[[str], str]) -> None:
         self.host: str = option["host"]
         self._entries: list[Entry] = option["entries"]
+        self._exported: Mapping[str, Sequence[str]] = option["exported"]
         self._gateway_id = gateway_id
         self._read_version = read_version
         objects = option["gateways"].get(gateway_id, {})
@@ -359,6 +374,7 @@ class Approval:
                     approved_actions = _drop_failing_actions(planned_actions, actions, matching)
                 if actions:
                     _match_actions(planned_actions, approved_actions, matching)
+                    self._check_overwritten_files(planned_actions, approved_actions)
                 elif planned_actions:
                     _check_no_actions(entry)
                 self._check_unread_objects(entry, versions, matching)
@@ -424,6 +440,22 @@ class Approval:
             real_path = _PLANNED_ID_PATTERN.sub(lambda m: matching.bindings.get(m[0], m[0]), path)
             if not _PLANNED_ID_PATTERN.search(real_path):
                 self._check_version(entry, path, self._read_version(real_path), matching)
+
+    def _check_overwritten_files(self, planned: Iterable[Mapping[str, Any]], actual: Iterable[Action]) -> None:
+        """Check that an export overwrites only a snapshot that the file contained in the check run, or this run's own.
+
+        In a check run, earlier tasks write no files.
+        """
+        for planned_action, action in zip(planned, actual):
+            if action.verb != "export":
+                continue
+            file, overwritten_id = action.request["file"], action.request[_OVERWRITTEN_KEY]
+            planned_id = planned_action["request"].get(_OVERWRITTEN_KEY, "")
+            if overwritten_id not in ("", planned_id, *self._exported.get(file, ())):
+                before = f"snapshot {planned_id}" if planned_id else "no snapshot"
+                raise _create_unplanned_error(
+                    f"{file} now contains snapshot {overwritten_id}, but contained {before} when the plan was made"
+                )
 
     def _check_version(self, entry: Entry, path: str, actual: str, matching: _Matching) -> None:
         planned = entry["reads"][path]
@@ -662,7 +694,8 @@ def _match_actions(planned: Sequence[Mapping[str, Any]], actual: Sequence[Action
         ignored_keys = _UNKNOWABLE_VIEW_KEYS if verb in _TIMEOUT_VERBS else {*_UNKNOWABLE_VIEW_KEYS, "timeout"}
         for planned_change, change in zip(planned_changes, action.changes):
             matching.check_value(planned_change["after"], change.after, f"{verb} {change.name}", ignored_keys)
-        matching.check_value(planned_action["request"], action.request, f"{verb} request", _UNKNOWABLE_REQUEST_KEYS)
+        ignored_request_keys = {*_UNKNOWABLE_REQUEST_KEYS, _OVERWRITTEN_KEY}
+        matching.check_value(planned_action["request"], action.request, f"{verb} request", ignored_request_keys)
 
 
 def _list_own_changes(action: Mapping[str, Any]) -> list[Mapping[str, Any]]:

@@ -297,6 +297,12 @@ class _Run:
             "omitted": omitted_names,
             "gateway": self.client.gateway_id,
             "bindings": bindings,
+            "exported": {
+                action.request["file"]: new_shapes[change.name]["id"]
+                for action in self.completed_actions
+                for change in action.changes
+                if action.verb == "export" and change.name in new_shapes
+            },
             "opened_at": {_make_run_key(self.client): self.client.run_opened_at},
         }
         return {**result, PLAN_KEY: usage}

@@ -321,7 +321,9 @@ def _plan_export(
     if current_shape is not None and have.file is not None and _is_exported(current_shape, have.file):
         return _plan_private_file(want, have.file, name, current_view)
     after = {**current_view, "exported_to": want.export_to}
-    return [Action("export", (Change(name, current_view, after, SNAPSHOT),), {"name": name, "file": want.export_to})]
+    overwritten_id = have.file.snapshot_id if have.file is not None else ""
+    request = {"name": name, "file": want.export_to, "overwrites": overwritten_id}
+    return [Action("export", (Change(name, current_view, after, SNAPSHOT),), request)]
 
 
 def _plan_private_file(

@@ -140,6 +140,12 @@ options:
       - If V(true), every name is tried, and RV(outcomes) contains each result. The task fails if any action failed.
     type: bool
     default: false
+attributes:
+  check_mode:
+    support: partial
+    details:
+      - Failures that only the run can detect are not predicted, namely a machine that does not start. If the gateway's
+        host is almost full, check mode can only estimate whether there is room.
 extends_documentation_fragment:
   - grove.sandbox.gateway
   - grove.sandbox.attributes

@@ -54,6 +54,8 @@ attributes:
         sandbox's disk does not show that it has diverged, check mode predicts no rollback. If an earlier task of the
         check run has changed the sandbox, check mode predicts the rollback. In both cases, the plan contains the
         rollback, and shows that it depends on whether the sandbox has diverged.
+      - Failures that only the run can detect are not predicted, namely a machine that does not start. If the gateway's
+        host is almost full, check mode can only estimate whether there is room.
   idempotent:
     support: partial
     details:

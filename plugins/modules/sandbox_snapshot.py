@@ -147,6 +147,7 @@ attributes:
         the file that exists now. If O(import_from) does not exist, it refuses the task, and the plan shows that this
         depends on the earlier tasks. It does not check the directory of O(export_to); a run does before it takes the
         snapshot.
+      - If the gateway's host is almost full, check mode can only estimate whether there is room.
 author:
   - The grove.sandbox authors (@grove-sandbox)
 seealso:

@@ -166,7 +166,7 @@ def require_machine(client: Client, sandbox: str, *, check_mode: bool) -> None:
         return
     planned_sandbox = client.find(path, diverged=False) if enter_session(client) else None
     if planned_sandbox is not None:
-        _check_machine(planned_sandbox, real_sandbox, client.plan_opened_at)
+        _check_machine(planned_sandbox, real_sandbox, client)
     elif real_sandbox is None and has_session():
         raise Failure(
             f"sandbox {sandbox} not found, neither at the gateway {client.address.url} nor in a plan session of the "
@@ -181,8 +181,8 @@ def require_machine(client: Client, sandbox: str, *, check_mode: bool) -> None:
         )
 
 
-def _check_machine(planned_sandbox: dict[str, Any], real_sandbox: dict[str, Any] | None, opened_at: str) -> None:
-    """Compare a sandbox in a plan session with the real one. Raises PlannedMachineSkip or Failure."""
+def _check_machine(planned_sandbox: dict[str, Any], real_sandbox: dict[str, Any] | None, client: Client) -> None:
+    """Compare a sandbox in the plan session of ``client`` with the real one. Raises PlannedMachineSkip or Failure."""
     name = planned_sandbox["name"] or planned_sandbox["sandboxID"]
     if planned_sandbox["state"] == "paused":
         if real_sandbox is not None and real_sandbox["state"] == "paused":
@@ -192,13 +192,30 @@ def _check_machine(planned_sandbox: dict[str, Any], real_sandbox: dict[str, Any]
         reason = f"the plan pauses sandbox {name}, and this task would resume it"
     elif is_planned_id(planned_sandbox["sandboxID"]):
         reason = f"sandbox {name} exists only in the plan"
-    elif planned_sandbox["startedAt"] > opened_at:
+    elif planned_sandbox["startedAt"] > client.plan_opened_at:
         reason = f"the plan starts a new machine for sandbox {name}"
     elif real_sandbox is not None and _get_mounts(planned_sandbox) != _get_mounts(real_sandbox):
         reason = f"the plan changes the volumes of sandbox {name}"
+    elif real_sandbox is not None and planned_sandbox["network"] != real_sandbox["network"]:
+        reason = f"the plan changes the network of sandbox {name}"
+    elif volume := _find_changed_volume(planned_sandbox, client):
+        reason = f"the plan changes the contents or the size of volume {volume}, which sandbox {name} mounts"
     else:
         return
     _skip_task(reason)
+
+
+def _find_changed_volume(planned_sandbox: dict[str, Any], client: Client) -> str:
+    """Return the name of a mounted volume that the plan rolls back, enlarges or creates, or "". Raises Failure.
+
+    Sends no request if the sandbox mounts no volumes.
+    """
+    for name in sorted({mount["name"] for mount in planned_sandbox["volumeMounts"]}):
+        volume = client.find(f"/volumes/{quote_segment(name)}")
+        # The generation in a session does not count its own changes. Older gateways have no ``ownChanges``.
+        if volume is not None and (volume["createdAt"] > client.plan_opened_at or volume.get("ownChanges")):
+            return name
+    return ""
 
 
 def _skip_task(reason: str) -> NoReturn:

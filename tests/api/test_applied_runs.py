@@ -47,6 +47,7 @@ def test_a_run_sees_only_the_changes_of_others(api: httpx.Client, sandbox: objec
     assert run.post("/volumes", json={"name": "data", "sizeMB": 64}).is_success
     assert run.patch("/volumes/data", json={"sizeMB": 128}).is_success
     assert (read_generation(run, "/volumes/data"), read_generation(api, "/volumes/data")) == (0, 1)
+    assert [client.get("/volumes/data").json()["ownChanges"] for client in (run, api)] == [1, 0]
 
 
 def test_the_tasks_that_a_request_starts_belong_to_the_run(api: httpx.Client, run: httpx.Client) -> None:

@@ -40,6 +40,7 @@ def test_a_volume_has_all_its_fields(api: httpx.Client) -> None:
         "fromSnapshot": "",
         "ownerSandboxID": "",
         "generation": 0,
+        "ownChanges": 0,
         "stuck": [],
     }
 

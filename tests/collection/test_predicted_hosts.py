@@ -283,6 +283,10 @@ CHANGES: dict[str, tuple[list[Task], str]] = {
         ],
         f"the plan changes the volumes of sandbox mounted: {SKIPPED}",
     ),
+    "network": (
+        [{"sandbox": {"name": "network", "network": {"allow_internet": False}}}],
+        f"the plan changes the network of sandbox network: {SKIPPED}",
+    ),
     "replaced": (
         [{"sandbox": {"name": "replaced", "template": "base", "memory_mb": 512, "cold_start": True, "recreate": True}}],
         f"sandbox replaced exists only in the plan: {SKIPPED}",

@@ -790,3 +790,43 @@ def test_a_rollback_that_depends_on_the_guest_does_not_stop_later_tasks(tmp_path
     finally:
         client.close()
         gateway.end()
+
+
+def make_export(snapshot: str, file: Path) -> Task:
+    return "snapshot", {"name": [snapshot], "export_to": str(file)}
+
+
+@pytest.mark.parametrize("before", ["", "idle"], ids=["no file", "a file"])
+def test_an_export_replaces_no_snapshot_that_others_have_exported_since(
+    gateway: MemoryGateway, client: Client, tmp_path: Path, before: str
+) -> None:
+    file = tmp_path / "file"
+    if before:
+        assert run_task(client, *make_export(before, file))["changed"]
+    (entry,) = make_plan(gateway, make_export("golden", file))
+    assert run_task(client, "snapshot", {"name": ["late"], "sandbox": ["other"], "export_to": str(file)})["changed"]
+    contents, late_id = file.read_bytes(), client.get("/snapshots/late")["snapshotID"]
+    result = apply_task(client, make_export("golden", file), entry)
+    assert result["failure"]["kind"] == "not_planned" and not result["changed"]
+    assert f"{file} now contains snapshot {late_id}, but contained " in result["msg"]
+    assert file.read_bytes() == contents
+
+
+def test_an_export_replaces_the_planned_snapshot_and_those_of_the_run(
+    gateway: MemoryGateway, client: Client, tmp_path: Path
+) -> None:
+    file = tmp_path / "file"
+    new_snapshot = ("snapshot", {"name": ["new"], "sandbox": ["web"], "export_to": str(file)})
+    tasks = [new_snapshot, make_export("golden", file), make_export("idle", file)]
+    for is_removed in (True, False):
+        assert run_task(client, "snapshot", {"name": ["late"], "sandbox": ["web"], "export_to": str(file)})["changed"]
+        entries = make_plan(gateway, *tasks)
+        if is_removed:
+            file.unlink()
+        state = make_initial_state()
+        for task in tasks:
+            result = apply_task(client, task, *entries, state=state)
+            assert result["changed"], result.get("msg")
+        assert not run_task(client, *make_export("idle", file))["changed"]
+        for name in ("new", "late"):
+            assert run_task(client, "snapshot", {"name": [name], "state": "absent"})["changed"]

@@ -106,12 +106,16 @@ def test_the_check_mode_attribute_names_each_exception(module: Path) -> None:
     details = " ".join(attribute.get("details", ()))
     resource_kind = RESOURCE_KINDS[module.stem]
     conditions = [option for option in CONDITIONAL_OPTIONS if option in resource_kind.ARGUMENTS]
-    has_unpredicted_failures = list_unpredicted_failures()[module.stem] > 0
+    is_listing = isinstance(resource_kind, Listing)
+    starts_machines = not is_listing and resource_kind.SINGULAR == "sandbox"
+    has_unpredicted_failures = starts_machines or list_unpredicted_failures()[module.stem] > 0
     assert all(f"O({option}=true)" in details for option in conditions)
     assert ("are not predicted" in details) is has_unpredicted_failures
+    assert ("a machine that does not start" in details) is starts_machines
+    assert ("almost full" in details) is (starts_machines or module.stem == "sandbox_snapshot")
     assert attribute["support"] == ("partial" if conditions or has_unpredicted_failures else "full")
     # Modules that can change something refuse to work without their action plugin.
-    assert ("without its action plugin" in details) is isinstance(resource_kind, Listing)
+    assert ("without its action plugin" in details) is is_listing
 
 
 def test_modules_with_exceptions_are_found() -> None:

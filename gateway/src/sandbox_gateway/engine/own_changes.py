@@ -57,7 +57,12 @@ def count_change(old_record: Record, record: Record, existing_ids: Container[str
         changes.add(record.id, old_record.generation, record.generation, existing_ids)
 
 
+def count_own_changes(record: Record) -> int:
+    """Return how many of an object's changes were made by the run to which the current request belongs."""
+    changes = own_changes.get()
+    return changes.count(record.id, record.generation) if changes is not None else 0
+
+
 def get_generation_without_own_changes(record: Record) -> int:
     """Return the generation of an object without the changes of the run to which the current request belongs."""
-    changes = own_changes.get()
-    return record.generation - (changes.count(record.id, record.generation) if changes is not None else 0)
+    return record.generation - count_own_changes(record)

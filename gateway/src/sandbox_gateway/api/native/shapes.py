@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field
 
 from sandbox_gateway.api.native.naming import to_json_name
-from sandbox_gateway.engine.own_changes import get_generation_without_own_changes
+from sandbox_gateway.engine.own_changes import count_own_changes, get_generation_without_own_changes
 from sandbox_gateway.errors import GatewayError
 from sandbox_gateway.recipes import Recipe
 from sandbox_gateway.records import (
@@ -323,6 +323,9 @@ class VolumeShape(Shape):
         "mounts it. Empty: the volume is kept until it is deleted."
     )
     generation: int = Field(description=_GENERATION)
+    own_changes: int = Field(
+        description="Number of changes (growth, rollback) by the plan session or the applied run itself; otherwise 0."
+    )
     stuck: list[str] = Field(
         description="A sentence for each unmount that fails; the gateway retries it in the background."
     )
@@ -587,6 +590,7 @@ def describe_volume(
         from_snapshot=volume.from_snapshot,
         owner_sandbox_id=volume.owner,
         generation=get_generation_without_own_changes(volume),
+        own_changes=count_own_changes(volume),
         stuck=state.stuck if state else [],
         **extra,
     )
