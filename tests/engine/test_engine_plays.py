@@ -13,7 +13,15 @@ import pytest
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
-from tests.collection.plays import PlayChecks, PlayTask, empty_gateway, make_plays, make_tasks, read_play_count
+from tests.collection.plays import (
+    PlayChecks,
+    PlayTask,
+    empty_gateway,
+    make_plays,
+    make_tasks,
+    read_play_count,
+    skip_first,
+)
 from tests.engine.conftest import HOST_KINDS
 from tests.support import session
 from tests.support.busy_gateway import BUSY_PROGRAM
@@ -49,13 +57,14 @@ def test_a_plan_predicts_a_whole_play_on_real_machines(
         return named_tasks
 
     @settings(
-        max_examples=read_play_count(1, long_run_count=40),
+        max_examples=1 + read_play_count(1, long_run_count=40),
         deadline=None,
         phases=[Phase.generate],  # do not shrink failing plays, which would take hours
         report_multiple_bugs=False,
         suppress_health_check=list(HealthCheck),
     )
     @given(st.lists(tasks, max_size=2), make_plays(tasks))
+    @skip_first
     def check(history: list[PlayTask], play: list[PlayTask]) -> None:
         try:
             checks.check(gateway.url, replace_base(history), replace_base(play), template=template)

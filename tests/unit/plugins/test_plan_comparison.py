@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from tests.collection.plan_comparison import Counts, PlanComparison
+from tests.collection.plays import PlayChecks
 
 OPENED_AT, EARLIER, LATER = "2026-01-02T00:00:00Z", "2026-01-01T00:00:00Z", "2026-01-02T00:00:01Z"
 PLANNED, OTHER_PLANNED, REAL, OTHER_REAL = "known-after-apply-0001", "known-after-apply-0002", "a" * 12, "b" * 12
@@ -84,6 +85,20 @@ def test_values_are_counted_by_key() -> None:
     assert dict(results.unknown) == {"ids": 1, "address": 1}
     assert results.known["cpus"] == 1 and results.unknown_share == pytest.approx(2 / (2 + results.known.total()))
     assert dict(states.unknown) == {"ids": 1, "memory": 1}
+
+
+@pytest.mark.parametrize(
+    ("partial_count", "play_count", "is_enough"),
+    [(0, 1, True), (1, 1, False), (1, 2, True), (2, 2, False), (2, 3, True), (3, 20, False), (5, 100, True)],
+)
+def test_few_plays_may_be_compared_only_in_part(partial_count: int, play_count: int, is_enough: bool) -> None:
+    checks = PlayChecks()
+    checks.partial_count, checks.play_count = partial_count, play_count
+    if is_enough:
+        checks.check_shares()
+    else:
+        with pytest.raises(AssertionError, match=f"{partial_count} in part"):
+            checks.check_shares()
 
 
 def make_state(id: str, memory: str) -> dict[str, list[dict[str, Any]]]:
