@@ -6,14 +6,17 @@ declares that a template does not exist. ``tests/unit/plugins/test_whole_plays.p
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
 from tests.collection.plays import (
+    Block,
+    Loop,
+    Node,
     PlayChecks,
     PlayTask,
     empty_gateway,
@@ -52,9 +55,14 @@ def test_a_plan_predicts_a_whole_play_on_real_machines(
     gateway, template = busy_gateway
     checks = PlayChecks()
 
-    def replace_base(tasks: list[PlayTask]) -> list[PlayTask]:
-        named_tasks: list[PlayTask] = json.loads(json.dumps(tasks).replace('"base"', json.dumps(template)))
-        return named_tasks
+    def replace_base(value: Any) -> Any:
+        if isinstance(value, Loop | Block):
+            return type(value)(**replace_base(vars(value)))
+        if isinstance(value, dict):
+            return {key: replace_base(item) for key, item in value.items()}
+        if isinstance(value, list | tuple):
+            return type(value)(map(replace_base, value))
+        return template if value == "base" else value
 
     @settings(
         max_examples=1 + read_play_count(1, long_run_count=40),
@@ -65,7 +73,7 @@ def test_a_plan_predicts_a_whole_play_on_real_machines(
     )
     @given(st.lists(tasks, max_size=2), make_plays(tasks))
     @skip_first
-    def check(history: list[PlayTask], play: list[PlayTask]) -> None:
+    def check(history: list[PlayTask], play: list[Node]) -> None:
         try:
             checks.check(gateway.url, replace_base(history), replace_base(play), template=template)
         finally:

@@ -19,7 +19,7 @@ from sandbox_gateway.recipes import Recipe
 from sandbox_gateway.records import Sandbox, Snapshot
 from tests.api.memory_gateway import MemoryGateway
 from tests.api.memory_host import MemoryHost
-from tests.collection.plays import PlayChecks, PlayTask, make_plays, make_tasks, read_play_count
+from tests.collection.plays import Node, PlayChecks, PlayTask, make_plays, make_tasks, read_play_count
 
 tasks = make_tasks(with_templates=True)
 
@@ -206,7 +206,7 @@ def test_a_plan_predicts_a_whole_play(gateway: MemoryGateway, capsys: pytest.Cap
 
     @settings(max_examples=read_play_count(20, long_run_count=2000), deadline=None)
     @given(st.lists(tasks, max_size=4), make_plays(tasks), st.booleans())
-    def check(history: list[PlayTask], play: list[PlayTask], writes: bool) -> None:
+    def check(history: list[PlayTask], play: list[Node], writes: bool) -> None:
         gateway.clear()
         gateway.host.guests_write = writes  # type: ignore[attr-defined]
         with gateway.client() as client:
