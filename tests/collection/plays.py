@@ -6,9 +6,11 @@ import functools
 import itertools
 import json
 import os
+import tempfile
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from ansible_collections.grove.sandbox.plugins.module_utils import _info
@@ -93,6 +95,21 @@ _likely_options = {
     | st.just({"name": ["copy"], "size_mb": 128, "from_snapshot": "data@one"}),
 }
 """Tasks that change something more often than those of ``task_options``, of which most are refused."""
+_EXISTING, _EXPORTED, _NEW = "existing", "exported", "new"
+"""Files in options: one that exists before the play, the first one that the play exports, and one for this task."""
+_transfer_options = st.fixed_dictionaries(
+    {
+        "name": st.sampled_from([["s"], ["t"], ["u"]]),
+        "sandbox": st.sampled_from([None, ["a"], ["b"]]),
+        "memory": st.sampled_from(["auto", "none"]),
+        "export_to": st.just(_NEW),
+    }
+) | st.fixed_dictionaries(
+    {
+        "name": st.sampled_from([["t"], ["u"], ["ci-1"]]),
+        "import_from": st.sampled_from([_EXISTING] * 5 + [_EXPORTED]),
+    }
+)
 
 _LISTINGS = {
     "sandbox_info": _info.SANDBOXES,
@@ -109,15 +126,20 @@ _info_options = {
 }
 
 
-def make_tasks(*, with_templates: bool) -> st.SearchStrategy[PlayTask]:
-    """Return a strategy for tasks of all modules. Without ``with_templates``, no task builds or removes a template."""
+def make_tasks(*, with_templates: bool, with_files: bool = False) -> st.SearchStrategy[PlayTask]:
+    """Return a strategy for tasks of all modules.
+
+    Without ``with_templates``, no task builds or removes a template. With ``with_files``, tasks export and import
+    snapshots.
+    """
     options = {**task_options}
     if not with_templates:
         options["template"] = st.just({"name": ["web"], "state": "absent"})
     any_tasks = [st.tuples(st.just(kind), options[kind]) for kind in sorted(options)]
     likely_tasks = [st.tuples(st.just(kind), _likely_options[kind]) for kind in sorted(_likely_options)]
     info_tasks = st.one_of(*(st.tuples(st.just(kind), _info_options[kind]) for kind in _LISTINGS))
-    return st.one_of(*likely_tasks, *any_tasks, *likely_tasks, info_tasks)
+    transfer_tasks = [st.tuples(st.just("snapshot"), _transfer_options)] if with_files else []
+    return st.one_of(*likely_tasks, *any_tasks, *likely_tasks, info_tasks, *transfer_tasks)
 
 
 def run_task(client: Client, kind: str, params: dict[str, Any], *, check: bool = False) -> dict[str, Any]:
@@ -251,13 +273,14 @@ def carry_out(
 
 
 def run_play(
-    play: Iterable[Node], run_item: Callable[[str, str, dict[str, Any]], dict[str, Any]]
+    play: Iterable[Node], files: PlayFiles, run_item: Callable[[str, str, dict[str, Any]], dict[str, Any]]
 ) -> dict[str, dict[str, Any]]:
     """Run a play, and return the results of its tasks by place. Each item of a loop has a place, such as ``3[0]``.
 
     ``run_item`` runs a task, or one item of it, and is called with the place, the module and the options.
     """
     results: dict[str, dict[str, Any]] = {}
+    exporting_places: list[str] = []
 
     def run_task(place: str, node: PlayTask | Loop) -> bool:
         earlier_results = [*results.values()]
@@ -268,7 +291,8 @@ def run_play(
         )
         kind = node[0] if isinstance(node, tuple) else node.kind
         for item_place, params in items.items():
-            results[item_place] = run_item(item_place, kind, replace_names_with_ids(params, earlier_results))
+            options = files.insert(replace_names_with_ids(params, earlier_results), item_place, exporting_places)
+            results[item_place] = run_item(item_place, kind, options)
         return not any(results[each].get("failed") for each in items)
 
     carry_out(play, run_task)
@@ -287,6 +311,26 @@ def replace_names_with_ids(params: dict[str, Any], results: Iterable[dict[str, A
             elif value is not None:
                 params[key] = ids.get(value, value)
     return params
+
+
+@dataclass(frozen=True)
+class PlayFiles:
+    """The files of a play. ``existing``: a file that exists before the play. Exports are written to ``directory``."""
+
+    directory: Path
+    existing: Path
+
+    def insert(self, params: dict[str, Any], place: str, exporting_places: list[str]) -> dict[str, Any]:
+        """Return the options of a task with the paths of its files. Adds ``place`` to ``exporting_places``."""
+        params = dict(params)
+        if params.get("export_to"):
+            params["export_to"] = str(self.directory / place)
+            exporting_places.append(place)
+        if params.get("import_from") == _EXISTING:
+            params["import_from"] = str(self.existing)
+        elif params.get("import_from") == _EXPORTED:
+            params["import_from"] = str(self.directory / [*exporting_places, "missing"][0])
+        return params
 
 
 def read_play_count(default: int, *, long_run_count: int) -> int:
@@ -344,24 +388,38 @@ class PlayChecks:
         *,
         template: str = "base",
         before_run: Callable[[], None] = lambda: None,
+        existing_file: Path = Path("/nowhere"),
     ) -> list[dict[str, Any]]:
         """Check that a plan session predicts a play, with the gateway in the state that ``history`` creates.
 
         At the beginning, the gateway must have only its templates. Returns the entries of the plan. A task may have
         a different outcome only if its entry says that it depends on what the run finds. Then the states also differ,
-        so later tasks are only checked for their outcomes.
+        so later tasks are only checked for their outcomes. ``existing_file``: a snapshot that tasks can import.
         """
+        with tempfile.TemporaryDirectory() as directory:
+            files = PlayFiles(Path(directory), existing_file)
+            return self._check(url, history, play, template, before_run, files)
+
+    def _check(
+        self,
+        url: str,
+        history: Sequence[PlayTask],
+        play: Sequence[Node],
+        template: str,
+        before_run: Callable[[], None],
+        files: PlayFiles,
+    ) -> list[dict[str, Any]]:
         client, planner, run_client = Client(url), Client(url), Client(url)
         try:
             _set_up(client, template)
-            for kind, params in history:
-                run_task(client, kind, params)
+            for number, (kind, params) in enumerate(history):
+                run_task(client, kind, files.insert(params, f"history-{number}", []))
             assert planner.enter_plan(f"generated-play-{os.getpid()}-{next(_runs):06}")
-            predicted = run_play(play, lambda _place, kind, params: run_task(planner, kind, params, check=True))
+            predicted = run_play(play, files, lambda _place, kind, params: run_task(planner, kind, params, check=True))
             entries = make_entries(predicted)
             uncertain_places = {entry["place"] for entry in entries if any(map(is_condition, entry["unknown"]))}
             before_run()
-            actual = apply_predicted(client, run_client, play, entries)
+            actual = apply_predicted(client, run_client, play, files, entries)
             is_as_predicted = True
             comparison = PlanComparison(planner.plan_opened_at, self.results, self.states)
             for place, result in actual.items():
@@ -435,7 +493,7 @@ def make_entries(predicted: dict[str, dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def apply_predicted(
-    client: Client, run_client: Client, play: Iterable[Node], entries: list[dict[str, Any]]
+    client: Client, run_client: Client, play: Iterable[Node], files: PlayFiles, entries: list[dict[str, Any]]
 ) -> dict[str, dict[str, Any]]:
     """Run a play that may make only the changes that were predicted. Afterwards, ``run_client`` belongs to the run."""
     state = new_state()
@@ -449,7 +507,7 @@ def apply_predicted(
             update_state(state, result.pop(PLAN_KEY))
         return result
 
-    return run_play(play, run_item)
+    return run_play(play, files, run_item)
 
 
 def empty_gateway(url: str) -> None:
