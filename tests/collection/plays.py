@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import json
 import os
+import tempfile
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from ansible_collections.grove.sandbox.plugins.module_utils import _info
@@ -24,7 +28,7 @@ from hypothesis import strategies as st
 from tests.collection.plan_comparison import Counts, PlanComparison, read_state, restore_predicted_failures
 from tests.support.waiting import wait_until
 from tests.unit.plugins import test_plans
-from tests.unit.plugins.test_plans import SANDBOXES, attachments, make_mount_lists, task_options
+from tests.unit.plugins.test_plans import SANDBOXES, SNAPSHOTS, VOLUMES, attachments, make_mount_lists, task_options
 
 PLAYS_VARIABLE = "GROVE_PLAYS"
 """The environment variable for the number of generated plays; see ``read_play_count``."""
@@ -32,9 +36,9 @@ MAX_TASKS = 12
 MAX_PARTIAL_SHARE = 0.05
 """Bound for the share of plays that are not compared to the end. One of about a hundred plays is such a play."""
 _MAX_PARTIAL_COUNT_IN_SHORT_RUNS = 2
-"""The bound for short runs, in which a share would depend on chance."""
+"""The bound for short runs, in which a share would depend on chance. At least one play must be compared to the end."""
 PlayTask = tuple[str, dict[str, Any]]
-_BY_ID = "by_id"
+BY_ID = "by_id"
 """A key of tasks that refer to sandboxes and snapshots by ids, which they take from earlier results of the play."""
 
 _runs = itertools.count()
@@ -95,6 +99,21 @@ _likely_options = {
     | st.just({"name": ["copy"], "size_mb": 128, "from_snapshot": "data@one"}),
 }
 """Tasks that change something more often than those of ``task_options``, of which most are refused."""
+_EXISTING, _EXPORTED, _NEW = "existing", "exported", "new"
+"""Files in options: one that exists before the play, the first one that the play exports, and one for this task."""
+_transfer_options = st.fixed_dictionaries(
+    {
+        "name": st.sampled_from([["s"], ["t"], ["u"]]),
+        "sandbox": st.sampled_from([None, ["a"], ["b"]]),
+        "memory": st.sampled_from(["auto", "none"]),
+        "export_to": st.just(_NEW),
+    }
+) | st.fixed_dictionaries(
+    {
+        "name": st.sampled_from([["t"], ["u"], ["ci-1"]]),
+        "import_from": st.sampled_from([_EXISTING] * 5 + [_EXPORTED]),
+    }
+)
 
 _LISTINGS = {
     "sandbox_info": _info.SANDBOXES,
@@ -111,15 +130,20 @@ _info_options = {
 }
 
 
-def make_tasks(*, with_templates: bool) -> st.SearchStrategy[PlayTask]:
-    """Return a strategy for tasks of all modules. Without ``with_templates``, no task builds or removes a template."""
+def make_tasks(*, with_templates: bool, with_files: bool = False) -> st.SearchStrategy[PlayTask]:
+    """Return a strategy for tasks of all modules.
+
+    Without ``with_templates``, no task builds or removes a template. With ``with_files``, tasks export and import
+    snapshots.
+    """
     options = {**task_options}
     if not with_templates:
         options["template"] = st.just({"name": ["web"], "state": "absent"})
     any_tasks = [st.tuples(st.just(kind), options[kind]) for kind in sorted(options)]
     likely_tasks = [st.tuples(st.just(kind), _likely_options[kind]) for kind in sorted(_likely_options)]
     info_tasks = st.one_of(*(st.tuples(st.just(kind), _info_options[kind]) for kind in _LISTINGS))
-    return st.one_of(*likely_tasks, *any_tasks, *likely_tasks, info_tasks)
+    transfer_tasks = [st.tuples(st.just("snapshot"), _transfer_options)] if with_files else []
+    return st.one_of(*likely_tasks, *any_tasks, *likely_tasks, info_tasks, *transfer_tasks)
 
 
 def run_task(client: Client, kind: str, params: dict[str, Any], *, check: bool = False) -> dict[str, Any]:
@@ -129,21 +153,160 @@ def run_task(client: Client, kind: str, params: dict[str, Any], *, check: bool =
     return test_plans.run_task(client, kind, params, check=check)
 
 
-def make_plays(tasks: st.SearchStrategy[PlayTask]) -> st.SearchStrategy[list[PlayTask]]:
-    """Return a strategy for plays, whose length is uniformly distributed: those of ``st.lists`` are mostly short.
+@dataclass(frozen=True)
+class Loop:
+    """A task with several items. An item that fails does not stop the others, but the task fails."""
 
-    A quarter of the tasks refer to objects by id.
+    kind: str
+    items: list[dict[str, Any]]
+
+
+@dataclass(frozen=True)
+class Block:
+    """Nodes of a play whose first failure starts ``rescue``. At the end, ``always`` runs in any case."""
+
+    nodes: list[Node]
+    rescue: list[Node]
+    always: list[Node]
+
+
+Node = PlayTask | Loop | Block
+_NODE_KINDS = st.sampled_from(["task", "task", "task", "task", "loop", "block"])
+_FAILING_TASKS: st.SearchStrategy[PlayTask] = st.sampled_from(
+    [
+        ("rollback", {"sandbox": ["missing"], "snapshot": "s"}),
+        ("sandbox", {"name": ["d"], "template": "missing"}),
+    ]
+)
+
+
+def make_plays(tasks: st.SearchStrategy[PlayTask], *, max_tasks: int = MAX_TASKS) -> st.SearchStrategy[list[Node]]:
+    """Return a strategy for plays, whose number of tasks is uniformly distributed: lists of ``st.lists`` are short.
+
+    A third of the nodes are loops or blocks, some of which contain another block. A quarter of the tasks refer to
+    objects by id.
     """
     play_tasks = st.builds(
-        lambda task, draw: (task[0], {**task[1], _BY_ID: True}) if draw == 0 else task, tasks, st.integers(0, 3)
+        lambda task, draw: (task[0], {**task[1], BY_ID: True}) if draw == 0 else task, tasks, st.integers(0, 3)
     )
-    return st.integers(1, MAX_TASKS).flatmap(lambda length: st.lists(play_tasks, min_size=length, max_size=length))
+    return st.integers(1, max_tasks).flatmap(lambda count: _make_nodes(play_tasks, count))
+
+
+@st.composite
+def _make_nodes(
+    draw: st.DrawFn, tasks: st.SearchStrategy[PlayTask], count: int, max_depth: int = 2, is_strict: bool = False
+) -> list[Node]:
+    """Draw nodes with ``count`` tasks. ``max_depth``: how deep blocks are nested. ``is_strict``: see ``carry_out``."""
+    nodes: list[Node] = []
+    while count:
+        kind = draw(_NODE_KINDS)
+        if kind == "block" and max_depth and count > 1:
+            node_count = draw(st.integers(1, min(4, count - 1)))
+            rescue_count = draw(st.integers(0 if is_strict else 1, min(2, count - node_count)))
+            always_count = draw(st.integers(0, min(2, count - node_count - rescue_count)))
+            fails = draw(st.booleans())
+            nodes.append(
+                Block(
+                    [
+                        *draw(_make_nodes(tasks, node_count - fails, max_depth - 1, is_strict=True)),
+                        *([draw(_FAILING_TASKS)] if fails else []),
+                    ],
+                    draw(_make_nodes(tasks, rescue_count, 0, is_strict)),
+                    draw(_make_nodes(tasks, always_count, 0, is_strict)),
+                )
+            )
+            count -= node_count + rescue_count + always_count
+        else:
+            task = draw(tasks)
+            nodes.append(draw(_make_loops(task)) if kind == "loop" else task)
+            count -= 1
+    return nodes
+
+
+_LOOP_NAMES = {
+    ("sandbox", "name"): SANDBOXES,
+    ("fork", "names"): SANDBOXES,
+    ("snapshot", "name"): SNAPSHOTS,
+    ("rollback", "sandbox"): SANDBOXES,
+    ("volume", "name"): VOLUMES,
+}
+
+
+def _make_loops(task: PlayTask) -> st.SearchStrategy[Loop]:
+    """Return a strategy for loops that run a task for several names or, if it has no list of names, twice."""
+    kind, params = task
+    for (named_kind, key), names in _LOOP_NAMES.items():
+        if named_kind == kind and key in params:
+            name_lists = st.lists(st.sampled_from(names), min_size=2, max_size=3)
+            return name_lists.map(
+                lambda items, key=key: Loop(kind, [_select_name(params, key, item) for item in items])
+            )
+    return st.just(Loop(kind, [params, params]))
+
+
+def _select_name(params: dict[str, Any], key: str, name: str) -> dict[str, Any]:
+    backups = {"backup_name": [f"{name}-old"]} if params.get("backup_name") else {}
+    return {**params, key: [name], **backups}
+
+
+def carry_out(
+    nodes: Iterable[Node],
+    run_task: Callable[[str, PlayTask | Loop], bool],
+    *,
+    place: str = "",
+    is_strict: bool = False,
+) -> bool:
+    """Carry out nodes of a play as Ansible does. Returns whether they succeeded.
+
+    ``run_task`` is called with the place of each task, such as ``2.rescue.0``, and returns whether the task succeeded.
+    ``is_strict``: a failure ends the list, because a surrounding block rescues it. Other failures are ignored.
+    """
+    for number, node in enumerate(nodes):
+        here = f"{place}{number}"
+        if isinstance(node, Block):
+            assert node.rescue or is_strict, "the failure of a block without a rescue would end the play"
+            is_successful = carry_out(node.nodes, run_task, place=f"{here}.block.", is_strict=True) or (
+                bool(node.rescue) and carry_out(node.rescue, run_task, place=f"{here}.rescue.", is_strict=is_strict)
+            )
+            is_successful &= carry_out(node.always, run_task, place=f"{here}.always.", is_strict=is_strict)
+        else:
+            is_successful = run_task(here, node)
+        if is_strict and not is_successful:
+            return False
+    return True
+
+
+def run_play(
+    play: Iterable[Node], files: PlayFiles, run_item: Callable[[str, str, dict[str, Any]], dict[str, Any]]
+) -> dict[str, dict[str, Any]]:
+    """Run a play, and return the results of its tasks by place. Each item of a loop has a place, such as ``3[0]``.
+
+    ``run_item`` runs a task, or one item of it, and is called with the place, the module and the options.
+    """
+    results: dict[str, dict[str, Any]] = {}
+    exporting_places: list[str] = []
+
+    def run_task(place: str, node: PlayTask | Loop) -> bool:
+        earlier_results = [*results.values()]
+        items = (
+            {place: node[1]}
+            if isinstance(node, tuple)
+            else {f"{place}[{i}]": item for i, item in enumerate(node.items)}
+        )
+        kind = node[0] if isinstance(node, tuple) else node.kind
+        for item_place, params in items.items():
+            options = files.insert(replace_names_with_ids(params, earlier_results), item_place, exporting_places)
+            results[item_place] = run_item(item_place, kind, options)
+        return not any(results[each].get("failed") for each in items)
+
+    carry_out(play, run_task)
+    return results
 
 
 def replace_names_with_ids(params: dict[str, Any], results: Iterable[dict[str, Any]]) -> dict[str, Any]:
     """Return the options of a task, with ids instead of names if the results of earlier tasks contain the ids."""
     params = dict(params)
-    if params.pop(_BY_ID, False):
+    if params.pop(BY_ID, False):
         objects = [each for result in results for kind in ("sandboxes", "snapshots") for each in result.get(kind, [])]
         ids = {each["name"]: each["id"] for each in objects if each.get("id")}
         for key in ("sandbox", "snapshot"):
@@ -154,9 +317,45 @@ def replace_names_with_ids(params: dict[str, Any], results: Iterable[dict[str, A
     return params
 
 
+@dataclass(frozen=True)
+class PlayFiles:
+    """The files of a play. ``existing``: a file that exists before the play. Exports are written to ``directory``."""
+
+    directory: Path
+    existing: Path
+
+    def insert(self, params: dict[str, Any], place: str, exporting_places: list[str]) -> dict[str, Any]:
+        """Return the options of a task with the paths of its files. Adds ``place`` to ``exporting_places``."""
+        params = dict(params)
+        if params.get("export_to"):
+            params["export_to"] = str(self.directory / place)
+            exporting_places.append(place)
+        if params.get("import_from") == _EXISTING:
+            params["import_from"] = str(self.existing)
+        elif params.get("import_from") == _EXPORTED:
+            params["import_from"] = str(self.directory / [*exporting_places, "missing"][0])
+        return params
+
+
 def read_play_count(default: int, *, long_run_count: int) -> int:
-    """Return how many plays a test generates: ``default``, or ``long_run_count`` if GROVE_PLAYS is ``all``."""
-    return long_run_count if os.environ.get(PLAYS_VARIABLE) == "all" else default
+    """Return how many plays a test generates: ``default``, or ``long_run_count`` if GROVE_PLAYS is ``all``.
+
+    GROVE_PLAYS can also be the number of plays.
+    """
+    count = os.environ.get(PLAYS_VARIABLE, "")
+    return long_run_count if count == "all" else int(count or default)
+
+
+def skip_first(check: Callable[..., None]) -> Callable[..., None]:
+    """Return ``check`` without its first call, because Hypothesis begins with the simplest play, which tests little."""
+    calls = itertools.count()
+
+    @functools.wraps(check)
+    def check_others(*args: Any, **kwargs: Any) -> None:
+        if next(calls):
+            check(*args, **kwargs)
+
+    return check_others
 
 
 class PlayChecks:
@@ -182,6 +381,7 @@ class PlayChecks:
         """Check that most values were known, and that most plays were compared to the end."""
         self.results.check_unknown_share()
         self.states.check_unknown_share()
+        assert self.partial_count < self.play_count, str(self)
         assert self.partial_count <= max(_MAX_PARTIAL_COUNT_IN_SHORT_RUNS, MAX_PARTIAL_SHARE * self.play_count), str(
             self
         )
@@ -189,44 +389,62 @@ class PlayChecks:
     def check(
         self,
         url: str,
-        history: list[PlayTask],
-        play: list[PlayTask],
+        history: Sequence[PlayTask],
+        play: Sequence[Node],
         *,
         template: str = "base",
         before_run: Callable[[], None] = lambda: None,
+        existing_file: Path = Path("/nowhere"),
     ) -> list[dict[str, Any]]:
         """Check that a plan session predicts a play, with the gateway in the state that ``history`` creates.
 
         At the beginning, the gateway must have only its templates. Returns the entries of the plan. A task may have
         a different outcome only if its entry says that it depends on what the run finds. Then the states also differ,
-        so later tasks are only checked for their outcomes.
+        so later tasks are only checked for their outcomes. ``existing_file``: a snapshot that tasks can import.
         """
+        with tempfile.TemporaryDirectory() as directory:
+            files = PlayFiles(Path(directory), existing_file)
+            return self._check(url, history, play, template, before_run, files)
+
+    def _check(
+        self,
+        url: str,
+        history: Sequence[PlayTask],
+        play: Sequence[Node],
+        template: str,
+        before_run: Callable[[], None],
+        files: PlayFiles,
+    ) -> list[dict[str, Any]]:
         client, planner, run_client = Client(url), Client(url), Client(url)
         try:
             _set_up(client, template)
-            for kind, params in history:
-                run_task(client, kind, params)
+            for number, (kind, params) in enumerate(history):
+                run_task(client, kind, files.insert(params, f"history-{number}", []))
             assert planner.enter_plan(f"generated-play-{os.getpid()}-{next(_runs):06}")
-            predicted: list[dict[str, Any]] = []
-            for kind, params in play:
-                predicted.append(run_task(planner, kind, replace_names_with_ids(params, predicted), check=True))
+            predicted = run_play(play, files, lambda _place, kind, params: run_task(planner, kind, params, check=True))
             entries = make_entries(predicted)
-            uncertain_tasks = {entry["task"] for entry in entries if any(map(is_condition, entry["unknown"]))}
+            uncertain_places = {entry["place"] for entry in entries if any(map(is_condition, entry["unknown"]))}
             before_run()
-            actual = apply_predicted(client, run_client, play, entries)
+            actual = apply_predicted(client, run_client, play, files, entries)
             is_as_predicted = True
             comparison = PlanComparison(planner.plan_opened_at, self.results, self.states)
-            for number, (prediction, result) in enumerate(zip(predicted, actual, strict=True)):
+            for place, result in actual.items():
                 outcome = describe_outcome(result)
+                self.tasks[outcome] += 1
+                prediction = predicted.get(place)
+                if prediction is None:
+                    # An uncertain task failed or succeeded unexpectedly, so the run takes another way through a block.
+                    assert not is_as_predicted and not result["changed"], (place, result)
+                    continue
                 result = restore_predicted_failures(prediction, result)
-                if number in uncertain_tasks:
+                if place in uncertain_places:
                     is_as_predicted &= describe_outcomes(prediction) == describe_outcomes(result)
                     self.uncertain_count += 1
-                elif not is_as_predicted:
-                    assert describe_outcome(prediction) == outcome, (number, play[number], prediction, result)
+                elif not is_as_predicted and predicted.keys() == actual.keys():
+                    assert describe_outcome(prediction) == outcome, (place, prediction, result)
                 if is_as_predicted:
-                    comparison.check_result(prediction, result, f"task {number}, {play[number][0]}")
-                self.tasks[outcome] += 1
+                    comparison.check_result(prediction, result, f"task {place}")
+            assert not is_as_predicted or predicted.keys() == actual.keys(), (predicted.keys(), actual.keys())
             if is_as_predicted:
                 comparison.check_state(lambda: read_state(planner), lambda: read_state(run_client))
             self.partial_count += not is_as_predicted
@@ -271,33 +489,32 @@ def is_condition(phrase: str) -> bool:
     return phrase.startswith(("only if ", "depends on "))
 
 
-def make_entries(predicted: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Move the entries of the plan out of the predicted results."""
+def make_entries(predicted: dict[str, dict[str, Any]]) -> list[dict[str, Any]]:
+    """Move the entries of the plan out of the predicted results. All items of a loop belong to the same task."""
     entries = [
-        {**prediction.pop(PLAN_KEY), "task": number}
-        for number, prediction in enumerate(predicted)
+        {**prediction.pop(PLAN_KEY), "task": place.partition("[")[0], "place": place}
+        for place, prediction in predicted.items()
         if PLAN_KEY in prediction
     ]
     return mark_dependent_entries(json.loads(json.dumps(entries)))
 
 
 def apply_predicted(
-    client: Client, run_client: Client, play: list[PlayTask], entries: list[dict[str, Any]]
-) -> list[dict[str, Any]]:
+    client: Client, run_client: Client, play: Iterable[Node], files: PlayFiles, entries: list[dict[str, Any]]
+) -> dict[str, dict[str, Any]]:
     """Run a play that may make only the changes that were predicted. Afterwards, ``run_client`` belongs to the run."""
-    results: list[dict[str, Any]] = []
     state = make_initial_state()
-    for number, (kind, named_params) in enumerate(play):
-        params = replace_names_with_ids(named_params, results)
+
+    def run_item(place: str, kind: str, params: dict[str, Any]) -> dict[str, Any]:
         if kind in _LISTINGS:  # A listing changes nothing, and needs no plan.
-            results.append(run_task(client, kind, params))
-            continue
-        option = make_approved_option(entries, {"task": number}, state)
+            return run_task(client, kind, params)
+        option = make_approved_option(entries, {"task": place.partition("[")[0]}, state)
         result = run_task(run_client, kind, {**params, "approved_plan": option})
         if PLAN_KEY in result:
             update_state(state, result.pop(PLAN_KEY))
-        results.append(result)
-    return results
+        return result
+
+    return run_play(play, files, run_item)
 
 
 def empty_gateway(url: str) -> None:

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from tests.collection.plan_comparison import Counts, PlanComparison
+from tests.collection.plays import PlayChecks
 
 OPENED_AT, EARLIER_TIME, LATER_TIME = "2026-01-02T00:00:00Z", "2026-01-01T00:00:00Z", "2026-01-02T00:00:01Z"
 PLANNED_ID, OTHER_PLANNED_ID, REAL_ID, OTHER_REAL_ID = (
@@ -93,6 +94,78 @@ def test_values_are_counted_by_key() -> None:
     assert dict(results.unknown) == {"ids": 1, "address": 1}
     assert results.known["cpus"] == 1 and results.unknown_share == pytest.approx(2 / (2 + results.known.total()))
     assert dict(states.unknown) == {"ids": 1, "memory": 1}
+
+
+EXISTING_SANDBOX = {"sandboxID": REAL, "createdAt": EARLIER, "startedAt": EARLIER, "address": "10.0.0.1"}
+EXISTING_SNAPSHOT = {
+    "snapshotID": REAL,
+    "createdAt": EARLIER,
+    "memory": "full",
+    "pauseMs": 5,
+    "prewarm": {"target": 1, "ready": 0},
+}
+NEW_SNAPSHOT = {**EXISTING_SNAPSHOT, "snapshotID": PLANNED, "createdAt": LATER}
+VOLUME = {"name": "data", "createdAt": EARLIER, "usedMB": 1, "dataset": "pool/data"}
+
+
+@pytest.mark.parametrize(
+    ("planned", "changes"),
+    [
+        (EXISTING_SNAPSHOT, {"prewarm": {"target": 1, "ready": 1}}),
+        (
+            NEW_SNAPSHOT,
+            {"snapshotID": REAL, "memory": "incremental", "pauseMs": 6, "prewarm": {"target": 1, "ready": 1}},
+        ),
+        ({**EXISTING_SANDBOX, "startedAt": LATER}, {"address": "10.0.0.2"}),
+        ({**VOLUME, "createdAt": LATER}, {"usedMB": 2, "dataset": "pool/other"}),
+    ],
+)
+def test_values_of_new_objects_may_differ_from_the_session(
+    comparison: PlanComparison, planned: dict[str, Any], changes: dict[str, Any]
+) -> None:
+    comparison.check_state(lambda: {"objects": [planned]}, lambda: {"objects": [{**planned, **changes}]})
+
+
+@pytest.mark.parametrize(
+    ("planned", "changes"),
+    [
+        (EXISTING_SNAPSHOT, {"memory": "incremental"}),
+        (EXISTING_SNAPSHOT, {"pauseMs": 6}),
+        (
+            {**NEW_SNAPSHOT, "prewarm": {"target": 0, "ready": 0}},
+            {"snapshotID": REAL, "prewarm": {"target": 0, "ready": 1}},
+        ),
+        (NEW_SNAPSHOT, {"snapshotID": REAL, "memory": "none"}),
+        ({**NEW_SNAPSHOT, "memory": "none"}, {"snapshotID": REAL, "memory": "full"}),
+        (EXISTING_SANDBOX, {"address": "10.0.0.2"}),
+        ({**EXISTING_SANDBOX, "startedAt": LATER, "usedMB": 1}, {"usedMB": 2}),
+        (VOLUME, {"usedMB": 2}),
+        (VOLUME, {"dataset": "pool/other"}),
+    ],
+)
+def test_known_values_must_be_those_of_the_session(
+    comparison: PlanComparison,
+    monkeypatch: pytest.MonkeyPatch,
+    planned: dict[str, Any],
+    changes: dict[str, Any],
+) -> None:
+    monkeypatch.setattr("tests.collection.plan_comparison._SETTLE_TIMEOUT_SECONDS", 0)
+    with pytest.raises(AssertionError):
+        comparison.check_state(lambda: {"objects": [planned]}, lambda: {"objects": [{**planned, **changes}]})
+
+
+@pytest.mark.parametrize(
+    ("partial_count", "play_count", "is_enough"),
+    [(0, 1, True), (1, 1, False), (1, 2, True), (2, 2, False), (2, 3, True), (3, 20, False), (5, 100, True)],
+)
+def test_few_plays_may_be_compared_only_in_part(partial_count: int, play_count: int, is_enough: bool) -> None:
+    checks = PlayChecks()
+    checks.partial_count, checks.play_count = partial_count, play_count
+    if is_enough:
+        checks.check_shares()
+    else:
+        with pytest.raises(AssertionError, match=f"{partial_count} in part"):
+            checks.check_shares()
 
 
 def make_state(id: str, memory: str) -> dict[str, list[dict[str, Any]]]:

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 from ansible_collections.grove.sandbox.plugins.module_utils import _template
+from ansible_collections.grove.sandbox.plugins.module_utils._client import Client
 from ansible_collections.grove.sandbox.plugins.plugin_utils import _plan_table
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -20,9 +21,9 @@ from sandbox_gateway.recipes import Recipe
 from sandbox_gateway.records import Sandbox, Snapshot
 from tests.api.memory_gateway import MemoryGateway
 from tests.api.memory_host import MemoryHost
-from tests.collection.plays import PlayChecks, PlayTask, make_plays, make_tasks, read_play_count
+from tests.collection.plays import Node, PlayChecks, PlayTask, make_plays, make_tasks, read_play_count, run_task
 
-tasks = make_tasks(with_templates=True)
+tasks = make_tasks(with_templates=True, with_files=True)
 
 
 @pytest.fixture(autouse=True)
@@ -244,18 +245,64 @@ def test_a_run_does_not_try_what_the_plan_predicts_to_fail(
     assert counts == change_counts, entries
 
 
-def test_a_plan_predicts_a_whole_play(gateway: MemoryGateway, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.fixture(scope="module")
+def snapshot_file(gateway: MemoryGateway, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """An exported snapshot that no longer exists in the gateway."""
+    path = tmp_path_factory.mktemp("files") / "snapshot"
+    client = Client(gateway.unix_url)
+    try:
+        run_task(client, "sandbox", {"name": ["source"], "template": "base"})
+        options = {"name": ["taken"], "sandbox": ["source"], "export_to": str(path)}
+        assert run_task(client, "snapshot", options)["changed"]
+    finally:
+        client.close()
+    gateway.clear()
+    return path
+
+
+def test_a_plan_predicts_exports_and_imports(gateway: MemoryGateway, snapshot_file: Path) -> None:
+    gateway.clear()
+    play: list[PlayTask] = [
+        ("snapshot", {"name": ["t"], "sandbox": ["b"], "export_to": "new"}),
+        ("snapshot", {"name": ["s"], "export_to": "new"}),  # fails, because the snapshot includes a volume
+        ("snapshot", {"name": ["u"], "import_from": "existing"}),
+        ("snapshot", {"name": ["u"], "import_from": "existing"}),
+        ("fork", {"snapshot": "u", "names": ["c"]}),
+        ("snapshot", {"name": ["u"], "export_to": "new"}),
+    ]
+    checks = PlayChecks()
+    checks.check(gateway.unix_url, [], play, existing_file=snapshot_file)
+    assert checks.tasks == {"changed": 4, "ok": 1, "failed": 1} and checks.partial_count == 0
+
+
+def test_a_plan_does_not_know_the_files_that_it_exports(gateway: MemoryGateway, snapshot_file: Path) -> None:
+    gateway.clear()
+    play: list[PlayTask] = [
+        ("snapshot", {"name": ["t"], "sandbox": ["b"], "export_to": "new"}),
+        ("snapshot", {"name": ["u"], "import_from": "exported"}),
+    ]
+    checks = PlayChecks()
+    entries = checks.check(gateway.unix_url, [], play, existing_file=snapshot_file)
+    assert [phrase.partition(" writes ")[0] for phrase in entries[1]["unknown"]] == [
+        "only if no earlier task of the run"
+    ]
+    assert checks.partial_count == 1, "the run finds the file, but its import is not in the plan"
+
+
+def test_a_plan_predicts_a_whole_play(
+    gateway: MemoryGateway, snapshot_file: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     checks = PlayChecks()
 
     @settings(max_examples=read_play_count(20, long_run_count=2000), deadline=None)
     @given(st.lists(tasks, max_size=4), make_plays(tasks), st.booleans())
-    def check_play(history: list[PlayTask], play: list[PlayTask], guests_write: bool) -> None:
+    def check_play(history: list[PlayTask], play: list[Node], guests_write: bool) -> None:
         gateway.clear()
         gateway.host.guests_write = guests_write  # type: ignore[attr-defined]
         with gateway.client() as client:
             if client.get("/templates/base").status_code == 404:  # An earlier play removed it.
                 gateway.build_template("base")
-        checks.check(gateway.unix_url, history, play)
+        checks.check(gateway.unix_url, history, play, existing_file=snapshot_file)
 
     check_play()
     with capsys.disabled():
