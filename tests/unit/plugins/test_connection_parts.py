@@ -72,7 +72,7 @@ def test_output_is_decoded() -> None:
     process = make_process(
         make_frames(START_FRAME, (0, b'{"event":{"keepalive":{}}}'), OUTPUT_FRAME, END_FRAME, (2, b"{}"))
     )
-    assert list(process.output()) == [("", b""), ("", b""), ("stdout", b"\0\x01\xff")]
+    assert list(process.read_output()) == [("", b""), ("", b""), ("stdout", b"\0\x01\xff")]
     assert process.pid == 7 and process.exit_code == 4
 
 
@@ -95,7 +95,7 @@ def test_output_is_decoded() -> None:
 )
 def test_truncated_or_invalid_output_raises_a_failure(data: bytes, message: str, kind: str) -> None:
     with pytest.raises(Failure, match=message) as error_info:
-        list(make_process(data).output())
+        list(make_process(data).read_output())
     assert error_info.value.kind == kind
 
 
@@ -126,16 +126,16 @@ def test_undelivered_input_kills_the_process(
     assert ("SendSignal" in methods) is is_killed
     if is_killed:
         with pytest.raises(Failure, match=failure.message):
-            list(process.output())
+            list(process.read_output())
     else:
-        assert list(process.output()) and process.exit_code == 4
+        assert list(process.read_output()) and process.exit_code == 4
 
 
 def test_the_agent_confirms_the_input() -> None:
     start_frame_with_input = (0, json.dumps({"event": {"start": {"pid": 7, "input": True}}}).encode())
     for start_frame, is_accepted in ((START_FRAME, False), (start_frame_with_input, True)):
         process = make_process(make_frames(start_frame, END_FRAME, (2, b"{}")))
-        assert list(process.output()) and process.is_input_accepted is is_accepted
+        assert list(process.read_output()) and process.is_input_accepted is is_accepted
 
 
 def test_broken_connections_are_described() -> None:

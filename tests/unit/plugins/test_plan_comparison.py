@@ -96,16 +96,16 @@ def test_values_are_counted_by_key() -> None:
     assert dict(states.unknown) == {"ids": 1, "memory": 1}
 
 
-EXISTING_SANDBOX = {"sandboxID": REAL, "createdAt": EARLIER, "startedAt": EARLIER, "address": "10.0.0.1"}
+EXISTING_SANDBOX = {"sandboxID": REAL_ID, "createdAt": EARLIER_TIME, "startedAt": EARLIER_TIME, "address": "10.0.0.1"}
 EXISTING_SNAPSHOT = {
-    "snapshotID": REAL,
-    "createdAt": EARLIER,
+    "snapshotID": REAL_ID,
+    "createdAt": EARLIER_TIME,
     "memory": "full",
     "pauseMs": 5,
     "prewarm": {"target": 1, "ready": 0},
 }
-NEW_SNAPSHOT = {**EXISTING_SNAPSHOT, "snapshotID": PLANNED, "createdAt": LATER}
-VOLUME = {"name": "data", "createdAt": EARLIER, "usedMB": 1, "dataset": "pool/data"}
+NEW_SNAPSHOT = {**EXISTING_SNAPSHOT, "snapshotID": PLANNED_ID, "createdAt": LATER_TIME}
+VOLUME = {"name": "data", "createdAt": EARLIER_TIME, "usedMB": 1, "dataset": "pool/data"}
 
 
 @pytest.mark.parametrize(
@@ -114,10 +114,10 @@ VOLUME = {"name": "data", "createdAt": EARLIER, "usedMB": 1, "dataset": "pool/da
         (EXISTING_SNAPSHOT, {"prewarm": {"target": 1, "ready": 1}}),
         (
             NEW_SNAPSHOT,
-            {"snapshotID": REAL, "memory": "incremental", "pauseMs": 6, "prewarm": {"target": 1, "ready": 1}},
+            {"snapshotID": REAL_ID, "memory": "incremental", "pauseMs": 6, "prewarm": {"target": 1, "ready": 1}},
         ),
-        ({**EXISTING_SANDBOX, "startedAt": LATER}, {"address": "10.0.0.2"}),
-        ({**VOLUME, "createdAt": LATER}, {"usedMB": 2, "dataset": "pool/other"}),
+        ({**EXISTING_SANDBOX, "startedAt": LATER_TIME}, {"address": "10.0.0.2"}),
+        ({**VOLUME, "createdAt": LATER_TIME}, {"usedMB": 2, "dataset": "pool/other"}),
     ],
 )
 def test_values_of_new_objects_may_differ_from_the_session(
@@ -133,12 +133,12 @@ def test_values_of_new_objects_may_differ_from_the_session(
         (EXISTING_SNAPSHOT, {"pauseMs": 6}),
         (
             {**NEW_SNAPSHOT, "prewarm": {"target": 0, "ready": 0}},
-            {"snapshotID": REAL, "prewarm": {"target": 0, "ready": 1}},
+            {"snapshotID": REAL_ID, "prewarm": {"target": 0, "ready": 1}},
         ),
-        (NEW_SNAPSHOT, {"snapshotID": REAL, "memory": "none"}),
-        ({**NEW_SNAPSHOT, "memory": "none"}, {"snapshotID": REAL, "memory": "full"}),
+        (NEW_SNAPSHOT, {"snapshotID": REAL_ID, "memory": "none"}),
+        ({**NEW_SNAPSHOT, "memory": "none"}, {"snapshotID": REAL_ID, "memory": "full"}),
         (EXISTING_SANDBOX, {"address": "10.0.0.2"}),
-        ({**EXISTING_SANDBOX, "startedAt": LATER, "usedMB": 1}, {"usedMB": 2}),
+        ({**EXISTING_SANDBOX, "startedAt": LATER_TIME, "usedMB": 1}, {"usedMB": 2}),
         (VOLUME, {"usedMB": 2}),
         (VOLUME, {"dataset": "pool/other"}),
     ],

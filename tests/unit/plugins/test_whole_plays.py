@@ -69,7 +69,7 @@ def test_a_plan_applies_retention_rules(gateway: MemoryGateway) -> None:
     entries = checks.check(gateway.unix_url, history, play)
     assert checks.tasks == {"changed": 4, "ok": 2, "failed": 1}
     signs = [
-        [_plan_table.sign_of(action["verb"], change) + change["name"] for change in action["changes"]]
+        [_plan_table.get_sign(action["verb"], change) + change["name"] for change in action["changes"]]
         for entry in (entries[1], entries[5])
         for action in entry["actions"]
     ]
@@ -286,7 +286,7 @@ def test_a_plan_does_not_know_the_files_that_it_exports(gateway: MemoryGateway, 
     assert [phrase.partition(" writes ")[0] for phrase in entries[1]["unknown"]] == [
         "only if no earlier task of the run"
     ]
-    assert checks.partial_count == 1, "the run finds the file, but its import is not in the plan"
+    assert checks.tasks == {"changed": 1, "failed": 1} and checks.partial_count == 0, "the run has tried the import"
 
 
 def test_a_plan_predicts_a_whole_play(
