@@ -50,11 +50,12 @@ VOLUMES = ["data", "cache"]
 names = st.lists(st.sampled_from(SANDBOXES), min_size=1, max_size=3, unique=True)
 metadata = st.none() | st.dictionaries(st.sampled_from(["k", "l"]), st.sampled_from(["1", 2, True]), max_size=2)
 size_options = {"cpus": st.none() | st.sampled_from([1, 2]), "memory_mb": st.none() | st.sampled_from([256, 512])}
+# Only a gateway knows which addresses its host refuses, so the prediction without a plan session would be wrong.
 network = st.none() | st.fixed_dictionaries(
     {
         "allow_internet": st.none() | st.booleans(),
         "allow_out": st.none() | st.lists(st.sampled_from(["10.0.0.1", "10.0.0.1/32", "10.1.2.3/8"]), max_size=2),
-        "deny_out": st.none() | st.lists(st.sampled_from(["0.0.0.0/0", "fd00::1"]), max_size=1),
+        "deny_out": st.none() | st.lists(st.sampled_from(["0.0.0.0/0", "10.0.0.9"]), max_size=1),
     }
 )
 paths = st.sampled_from(["/srv/a", "/srv/b", "/srv/c/", "/srv/d", "/srv/b/inside"])
