@@ -252,7 +252,7 @@ class Connection(ConnectionBase):
         raise AttributeError("transport_test")
 
     def _connect(self) -> Connection:
-        """Create the channel, which connects at the first request.
+        """Create the channel, which connects on the first request.
 
         Raises UnreachableError or, in a check run, PlannedMachineSkip if the task must be skipped.
         """

@@ -451,7 +451,7 @@ def test_become_sends_the_password(gateway: MemoryGateway, web_id: str, tmp_path
 
 
 def play(gateway: MemoryGateway, scratch: Path, *tasks: dict[str, Any], **variables: Any) -> list[dict[str, Any]]:
-    """Run tasks in the sandbox web and return their results."""
+    """Run tasks in the sandbox `web` and return their results."""
     target = Target(gateway.unix_url, scratch)
     extra_variables = {
         "ansible_connection": "grove.sandbox.sandbox",

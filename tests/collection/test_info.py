@@ -95,7 +95,7 @@ def test_filters_select_resources(memory_target: Target, faulty_gateway: FaultyG
 
 
 @pytest.mark.parametrize("module", MODULE_FILES, ids=lambda module: module.stem)
-def test_the_documentation_lists_every_returned_value(module: Path) -> None:
+def test_the_documentation_lists_every_return_value(module: Path) -> None:
     return_values = load_documentation(module, "RETURN")
     resource_lists = {key: entry for key, entry in return_values.items() if key in KINDS_BY_RESULT_KEY}
     assert resource_lists, module.stem

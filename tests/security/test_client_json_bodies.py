@@ -94,7 +94,7 @@ def list_routes_with_bodies() -> list[tuple[str, str, dict[str, Any]]]:
 
 
 def find_container_fields(schema: dict[str, Any]) -> dict[str, str]:
-    """Return {field: type} of all fields whose type is `array` or `object`."""
+    """Return {field: type} for all fields whose type is `array` or `object`."""
     type_by_field = {}
     for name, field in schema["properties"].items():
         for choice in (field, *field.get("anyOf", ())):

@@ -85,7 +85,7 @@ def _format_header(header: dict[str, str]) -> str:
 
 
 @pytest.mark.parametrize("header", mark_slow_except(OVERRIDE_HEADERS[::6], OVERRIDE_HEADERS), ids=_format_header)
-def test_headers_do_not_replace_a_key(target: Target, header: dict[str, str]) -> None:
+def test_headers_cannot_be_used_instead_of_a_key(target: Target, header: dict[str, str]) -> None:
     caller = Caller(target.gateway, {})
     for route in list_routes(target):
         check_request_is_refused(target, caller, route.method, route.path, **header)

@@ -10,7 +10,7 @@ from sandbox_gateway.errors import Unsupported
 from sandbox_gateway.hosts.import_check import require_compatible_origin
 
 
-def test_a_disk_of_an_equal_host_is_accepted() -> None:
+def test_a_disk_from_an_identical_host_is_accepted() -> None:
     require_compatible_origin("jail_zfs", os.uname().machine, kind="jail_zfs")
 
 

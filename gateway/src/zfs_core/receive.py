@@ -165,7 +165,8 @@ def lzc_receive_with_header(
 ) -> None:
     """Receive a stream whose begin record ``receive_header`` has read.
 
-    If ``fd`` is a pipe, reads it to its end. Otherwise the same as ``lzc_receive`` and ``lzc_receive_resumable``.
+    If ``fd`` is a pipe, it is read to its end. In all other respects the same as ``lzc_receive`` and
+    ``lzc_receive_resumable``.
     """
     request = _make_request(snapname, fd, force, origin, props, begin_record, resumable, seconds=seconds)
     _receive(request)

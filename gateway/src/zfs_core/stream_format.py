@@ -94,7 +94,7 @@ def parse_resume_token(token: str) -> dict[str, Any]:
     """
     version, _, size, payload = token.split("-")
     if version != "1":
-        raise ValueError(f"the resume token has the unknown version {version}")
+        raise ValueError(f"the resume token has an unknown version ({version})")
     try:
         packed_nvlist = zlib.decompress(bytes.fromhex(payload))
     except zlib.error as error:

@@ -132,7 +132,7 @@ class CommandRun:
             process.stdin.close()
 
     def _read_output(self, fd: int, stream: int) -> bool:
-        """Read available bytes of an output. Returns True at its end."""
+        """Read the available bytes from an output stream. Returns True at its end."""
         data = child.read_some(fd)
         if data:
             self._append(stream, data)

@@ -1,4 +1,4 @@
-"""Find unused snapshots and volumes that should be removed, and remove them. Protect them while a request uses them."""
+"""Find and remove snapshots and volumes that are no longer needed, except those that a request is using."""
 
 from __future__ import annotations
 

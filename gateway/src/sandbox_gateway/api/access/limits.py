@@ -129,7 +129,7 @@ class BodyLimitMiddleware:
 
 
 def _has_file(scope: Scope) -> bool:
-    """Return whether the body is a file that is read while it arrives, so that it may be larger.
+    """Return whether the body is a file that is streamed, so that it may exceed the usual limit.
 
     In a plan session, it is held in memory.
     """

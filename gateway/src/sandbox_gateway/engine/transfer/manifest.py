@@ -103,7 +103,7 @@ class Manifest(_StrictModel):
             raise ValueError("the parts are not in the required order, or one occurs twice")
         if self.host_kind == "jail_zfs":
             if self.platform or self.line:
-                raise ValueError("a jail has no memory")
+                raise ValueError("a snapshot of a jail cannot contain memory")
             expected_names = frozenset({SnapshotPart.STREAM})
         else:
             expected_names = MACHINE_PARTS | MEMORY_PARTS if self.platform else MACHINE_PARTS

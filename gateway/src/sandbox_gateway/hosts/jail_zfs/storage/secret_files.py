@@ -101,7 +101,7 @@ class SecretFiles:
         return notes
 
     def _read(self, name: str) -> dict[str, str]:
-        """Return the environment in a file. Raises ValueError with a clause that states the reason."""
+        """Return the environment stored in a file. Raises ValueError with a message that states the reason."""
         path = self._directory / name
         try:
             env = json.loads(path.read_bytes())["env"]

@@ -17,7 +17,7 @@ DEFAULT_PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 
 
 def find_user(text: str) -> tuple[int, int, list[int], str]:
-    """Return uid, gid, the supplementary groups and the home directory of USER, UID, USER:GROUP or UID:GID."""
+    """Return the uid, gid, supplementary groups and home directory of USER, UID, USER:GROUP or UID:GID."""
     user, _, group = (text or "root").partition(":")
     try:
         entry = pwd.getpwuid(int(user)) if user.isdigit() else pwd.getpwnam(user)
