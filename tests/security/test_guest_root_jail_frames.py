@@ -319,7 +319,7 @@ Attack = Callable[[JailWorld], Sequence[bytes]]
 
 def list_ethernet_targets(world: JailWorld) -> list[str]:
     """Return target addresses of frames that the host receives: of the bridge, of its member, and broadcast."""
-    return [read_bridge_mac(world), world.read_mac(world.attacker.outer), BROADCAST_MAC]
+    return [read_bridge_mac(world), world.read_mac(world.attacker.outer_end), BROADCAST_MAC]
 
 
 def spoof_source(world: JailWorld) -> list[bytes]:
