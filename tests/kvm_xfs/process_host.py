@@ -69,7 +69,7 @@ class ProcessMachines:
 
     async def adopt(self, scan: Any) -> None: ...
 
-    def addresses(self) -> dict[str, str]:
+    def list_addresses(self) -> dict[str, str]:
         return {}
 
 
