@@ -56,8 +56,7 @@ def open_source(streams: SnapshotStreams, snapshot: Snapshot, directory: Path, r
     Raises GatewayError.
     """
     # If the dataset is compressed, the stream can be larger. Sending it then fails.
-    _require_space(directory, streams.measure(snapshot.id) + reserve_bytes, "export the snapshot")
-    file = _create_file(directory)
+    file = _create_file(directory, streams.measure(snapshot.id) + reserve_bytes, "export the snapshot")
     try:
         streams.send(snapshot.id, file.fileno())
         return StreamSource(file)
@@ -80,8 +79,7 @@ class StreamTarget:
 
     def create(self, size: int, reserve_bytes: int) -> None:
         """Create the temporary file for a stream of ``size`` bytes. Raises GatewayError."""
-        _require_space(self._directory, size + reserve_bytes, "import the snapshot")
-        self._file = _create_file(self._directory)
+        self._file = _create_file(self._directory, size + reserve_bytes, "import the snapshot")
         with translated_os_errors(str(self._directory)):
             os.ftruncate(self._file.fileno(), size)
 
@@ -106,21 +104,13 @@ class StreamTarget:
         await clean_up(log, run_in_thread(self._streams.discard, self._snapshot))
 
 
-def _create_file(directory: Path) -> BinaryIO:
-    # Not in the pool, because zfs-fuse could deadlock.
+def _create_file(directory: Path, size: int, action: str) -> BinaryIO:
+    """Create a temporary file in ``directory``, on whose disk at least ``size`` bytes are free. Raises GatewayError."""
     with translated_os_errors(str(directory)):
+        if shutil.disk_usage(directory).free < size:
+            raise NoSpace(
+                f"there is not enough space in {directory} to {action}: the whole stream is stored there first. Free "
+                "some space there"
+            )
+        # Not in the pool, because zfs-fuse could deadlock.
         return tempfile.TemporaryFile(dir=directory, prefix="stream-")
-
-
-def _require_space(directory: Path, size: int, action: str) -> None:
-    with translated_os_errors(str(directory)):
-        free_bytes = shutil.disk_usage(directory).free
-    if free_bytes < size:
-        raise _make_no_space_error(directory, action)
-
-
-def _make_no_space_error(directory: Path, action: str) -> NoSpace:
-    return NoSpace(
-        f"there is not enough space in {directory} to {action}: the whole stream is stored there first. Free some "
-        "space there"
-    )
