@@ -7,6 +7,7 @@ import http.client
 import json
 import os
 import re
+import shlex
 import shutil
 import struct
 import subprocess
@@ -20,6 +21,9 @@ from typing import Any
 import pytest
 
 SOURCE_DIRECTORY = Path(__file__).parents[2] / "gateway/src"
+
+# Login shells read these files. What they start can take a minute, or print to the output of a test's command.
+_LOGIN_FILES = (".bash_profile", ".bash_login", ".profile", ".bashrc")
 
 
 class Events:
@@ -136,11 +140,23 @@ def wait_until(condition: Callable[[], bool], seconds: float = 10) -> None:
         time.sleep(0.02)
 
 
+def _hide_login_files(argv: list[str]) -> list[str]:
+    """Return a command that runs ``argv`` in a mount namespace where root's login files are empty."""
+    paths = [str(path) for name in _LOGIN_FILES if (path := Path.home() / name).exists()]
+    if os.geteuid() != 0 or not paths or not sys.platform.startswith("linux"):
+        return argv
+    hide = "; ".join(f"/bin/mount --bind /dev/null {shlex.quote(path)}" for path in paths)
+    return ["/usr/bin/unshare", "--mount", "/bin/sh", "-ec", f'{hide}; exec "$@"', "sh", *argv]
+
+
 @contextmanager
 def running(argv: list[str], env: dict[str, str] | None = None) -> Iterator[Agent]:
     """Run an agent inside the context. ``argv`` is its command, which must choose a free port."""
     process = subprocess.Popen(
-        argv, stderr=subprocess.PIPE, text=True, env={**os.environ, "PYTHONPATH": str(SOURCE_DIRECTORY), **(env or {})}
+        _hide_login_files(argv),
+        stderr=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "PYTHONPATH": str(SOURCE_DIRECTORY), **(env or {})},
     )
     try:
         assert process.stderr
