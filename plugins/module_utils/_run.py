@@ -86,7 +86,7 @@ def run(
         result = make_failure_result(failure)
         if check_mode and gateway_client is not None and gateway_client.is_planning and not params.get("predict_only"):
             result[PLAN_KEY] = _make_plan_entry(
-                gateway_client, failure=failure.message, mentions=_list_requested_refs(gateway_client)
+                gateway_client, failure=failure.to_dict(), mentions=_list_requested_refs(gateway_client)
             )
     secrets = find_secrets(params)
     entry = result.pop(PLAN_KEY, None)
@@ -315,7 +315,13 @@ class _Run:
         for action in actions:
             names = [change.name for change in action.changes if id(change) not in approved_changes]
             if names and (self.continue_on_error or not self.failures):
-                failure = Failure(f"{PREDICTED_FAILURE}{entry['failure']}", "not_planned")
+                predicted = entry["failure"]
+                failure = Failure(
+                    f"{PREDICTED_FAILURE}{predicted['message']}",
+                    predicted["kind"],
+                    blockers=predicted["blockers"],
+                    status=predicted["status"],
+                )
                 self.failures.update({name: failure for name in names if name not in self.failures})
 
     def _find_created_ids(self, new_shapes: Mapping[str, Mapping[str, Any]]) -> dict[str, str]:
@@ -369,7 +375,7 @@ class _Run:
             created={name: id for name, id in self._find_created_ids(planned_shapes).items() if is_planned_id(id)},
             costs=costs,
             unknown=[*dict.fromkeys(each.condition for each in conditional_steps), *unknown_costs],
-            failure=result["msg"] if result.get("failed") else None,
+            failure=result.get("failure"),
         )
         return {**result, PLAN_KEY: entry}
 

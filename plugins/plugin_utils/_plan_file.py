@@ -25,7 +25,7 @@ from ansible_collections.grove.sandbox.plugins.module_utils._client import PLANN
 from ansible_collections.grove.sandbox.plugins.module_utils._failure import Failure
 from ansible_collections.grove.sandbox.plugins.module_utils._plan import SANDBOX, SNAPSHOT, TEMPLATE, VOLUME
 
-FORMAT = 2
+FORMAT = 3
 KINDS = (SANDBOX, SNAPSHOT, TEMPLATE, VOLUME)
 MAX_LIFETIME_SECONDS = 365 * 86400
 _MAX_FILE_BYTES = 64 << 20
@@ -315,6 +315,11 @@ def _check_duration(value: Any, place: str) -> None:
         raise _create_wrong_value_error(place, f"a number from 0 to less than {_MAX_NUMBER}", value)
 
 
+def _check_status(value: Any, place: str) -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or not 100 <= value <= 599:
+        raise _create_wrong_value_error(place, "an HTTP status or null", value)
+
+
 def _make_pattern_check(pattern: re.Pattern[str], expected: str) -> _Check:
     def check(value: Any, place: str) -> None:
         if not isinstance(value, str) or not pattern.fullmatch(value):
@@ -398,6 +403,14 @@ _check_action_fields = _make_object_check(
         "request": _check_object,
     }
 )
+_check_failure_fields = _make_object_check(
+    {
+        "kind": _check_name,
+        "message": _check_text,
+        "blockers": _make_list_check(_check_text),
+        "status": _make_nullable_check(_check_status),
+    }
+)
 _check_gateway_id = _make_pattern_check(_GATEWAY_ID_PATTERN, "16 hexadecimal digits")
 _check_entry_fields = _make_object_check(
     {
@@ -415,7 +428,7 @@ _check_entry_fields = _make_object_check(
             optional=True,
         ),
         "unknown": _make_list_check(_check_name),
-        "failure": _make_nullable_check(_check_text),
+        "failure": _make_nullable_check(_check_failure_fields),
     }
 )
 _check_document_fields = _make_object_check(

@@ -164,7 +164,7 @@ def _render_failures(entries: Iterable[Mapping[str, Any]], width: int, color: bo
                 _to_one_line(entry["task"]), _to_one_line(entry["path"]), width - _measure_width(host) - 5
             )
             lines.append(f"  {host}, {place}:")
-            message = _shorten(_to_one_line(entry["failure"]), _MAX_FAILURE_CHARACTERS)
+            message = _shorten(_to_one_line(entry["failure"]["message"]), _MAX_FAILURE_CHARACTERS)
             lines += textwrap.wrap(
                 message, width, initial_indent=_INDENT, subsequent_indent=_INDENT, break_on_hyphens=False
             )

@@ -57,9 +57,13 @@ def make_entry(task: str, *actions: dict[str, Any], line: int = 1, **fields: Any
     }
 
 
+def make_failure(message: str) -> dict[str, Any]:
+    return {"kind": "in_use", "message": message, "blockers": [], "status": 409}
+
+
 def make_plan(*entries: dict[str, Any], **fields: Any) -> dict[str, Any]:
     return {
-        "format": 2,
+        "format": 3,
         "created_at": make_time(-1),
         "expires_at": make_time(23),
         "problems": [],
@@ -94,7 +98,7 @@ def make_example() -> dict[str, Any]:
         make_entry("Change it", make_action("update", make_change("try-1", web, {**web, "cpus": 2})), line=15),
         make_entry("Roll back", make_action("rollback", make_change("web", web, web)), line=20, costs={"pause_ms": 2}),
         make_entry("Remove it", make_action("remove", make_change("old", web, None)), line=25),
-        make_entry("Remove the rest", line=30, failure="snapshot 'base' is in use"),
+        make_entry("Remove the rest", line=30, failure=make_failure("snapshot 'base' is in use")),
     )
 
 
@@ -222,7 +226,7 @@ def test_text_from_the_file_cannot_affect_the_terminal(run: Run, write_plan_file
             path=f"play.yml{ESCAPES}:1",
             reads={f"/sandboxes/a{ESCAPES}": ESCAPES},
             unknown=[f"the size{ESCAPES}\n"],
-            failure=f"no{ESCAPES}\nspace",
+            failure=make_failure(f"no{ESCAPES}\nspace"),
         ),
         gateways={GATEWAY: f"{URL}{ESCAPES}"},
         playbooks=[f"play.yml{ESCAPES}"],
@@ -376,7 +380,7 @@ def test_the_order_of_the_tasks_of_a_host_is_compared(run: Run, write_plan_file:
         ("path", "play.yml:99", "path"),
         ("costs", {"memory_mb": 513}, "costs"),
         ("unknown", ["the size"], "unknown"),
-        ("failure", "no space", "failure"),
+        ("failure", make_failure("no space"), "failure"),
         ("reads", {}, "reads"),
         ("created", {"try-1": "known-after-apply-0002"}, "created"),
         ("host", "web1", ""),

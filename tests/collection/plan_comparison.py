@@ -212,6 +212,8 @@ def restore_predicted_failures(planned: dict[str, Any], actual: dict[str, Any]) 
         return {**result, "failure": predicted_failure}
 
     result = restore(planned, actual)
+    if result is not actual:
+        assert actual["failure"]["kind"] == planned["failure"]["kind"], (planned, actual)
     if "outcomes" in planned and len(planned["outcomes"]) == len(result.get("outcomes", ())):
         result = {**result, "outcomes": [*map(restore, planned["outcomes"], result["outcomes"])]}
     return result

@@ -310,7 +310,7 @@ FAULTS = {
     "edited": "PLAN has been edited since it was made: its digest does not match. Make a new plan",
     "missing": "PLAN does not exist. Make it first",
     "expired": "PLAN expired at 2020-01-02T00:00:00Z. Make a new plan",
-    "newer": "PLAN has format 3, but this release reads only format 2. Use the release that made the plan",
+    "newer": "PLAN has format 4, but this release reads only format 3. Use the release that made the plan",
     "incomplete": "the plan is incomplete (",
     "for another gateway": "the plan was made for another gateway: this task changed nothing",
 }
@@ -337,7 +337,7 @@ def test_a_faulty_plan_stops_every_task(
         times = {"created_at": "2020-01-01T00:00:00Z", "expires_at": "2020-01-02T00:00:00Z"}
         plan_path.write_bytes(sign({**document, **times}))
     elif fault == "newer":
-        plan_path.write_bytes(sign({**document, "format": 3}))
+        plan_path.write_bytes(sign({**document, "format": 4}))
     with contextlib.ExitStack() as stack:
         if fault == "for another gateway":
             plan_gateway = MemoryGateway(tmp_path_factory.mktemp("other"), log={"level": "warning"})

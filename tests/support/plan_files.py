@@ -27,10 +27,10 @@ def make_plan(**fields: Any) -> dict[str, Any]:
         "created": {"try-1": "known-after-apply-0002"},
         "costs": {"memory_mb": 256, "disk_bytes": -1048576, "pause_ms": 5.5},
         "unknown": ["the size"],
-        "failure": None,
+        "failure": {"kind": "in_use", "message": "volume 'data' is in use", "blockers": ["copy"], "status": 409},
     }
     return {
-        "format": 2,
+        "format": 3,
         "created_at": (now - timedelta(hours=1)).strftime("%Y-%m-%dT%H:%M:%SZ"),
         "expires_at": (now + timedelta(hours=23)).strftime("%Y-%m-%dT%H:%M:%SZ"),
         "problems": [],
@@ -143,15 +143,15 @@ PLAN_FILES = (
     PlanFile("wrong digest and wrong field", lambda: serialize({**make_plan(problems=1), "digest": "0"}), EDITED),
     PlanFile(
         "newer format",
-        lambda: b'{"format": 3, "news": [1]}',
-        "PLAN has format 3, but this release reads only format 2",
+        lambda: b'{"format": 4, "news": [1]}',
+        "PLAN has format 4, but this release reads only format 3",
     ),
     PlanFile("not an object", lambda: b"[]", "PLAN is invalid: the document must be an object, not []"),
     PlanFile("null", lambda: b"null", "PLAN is invalid: the document must be an object, not None"),
     PlanFile(
         "older format",
         lambda: sign(make_plan(format=1)),
-        "PLAN has format 1, but this release reads only format 2",
+        "PLAN has format 1, but this release reads only format 3",
     ),
     PlanFile("empty object", lambda: b"{}", "PLAN is invalid: format must be a positive integer, not None"),
     PlanFile(
@@ -182,7 +182,7 @@ PLAN_FILES = (
         "playbook", "playbooks", ["a/b"], "playbooks[0] must be a file name without a directory, not 'a/b'"
     ),
     _make_invalid_file("missing", "entries", REMOVED, "entries is missing"),
-    _make_invalid_file("unknown key", "surprise", 1, "format 2 has no key surprise"),
+    _make_invalid_file("unknown key", "surprise", 1, "format 3 has no key surprise"),
     _make_invalid_file("gateways", "gateways", [], "gateways must be an object, not []"),
     _make_invalid_file(
         "gateway id", "gateways", {"x": "y"}, "the key 'x' of gateways must be 16 hexadecimal digits, not 'x'"
@@ -200,7 +200,7 @@ PLAN_FILES = (
     _make_invalid_file("host", "entries/0/host", None, "entries[0].host must be a string that is not empty, not None"),
     _make_invalid_file("task", "entries/0/task", 5, "entries[0].task must be a string, not 5"),
     _make_invalid_file("no task", "entries/0/task", REMOVED, "entries[0].task is missing"),
-    _make_invalid_file("key of an entry", "entries/0/extra", 1, "format 2 has no key entries[0].extra"),
+    _make_invalid_file("key of an entry", "entries/0/extra", 1, "format 3 has no key entries[0].extra"),
     _make_invalid_file("version", "entries/0/reads/|a", None, "entries[0].reads['/a'] must be a string, not None"),
     _make_invalid_file(
         "path",
@@ -214,7 +214,7 @@ PLAN_FILES = (
         "0123456789ab",
         "entries[0].created['a'] must be known-after-apply- and 4 digits, not '0123456789ab'",
     ),
-    _make_invalid_file("kind of cost", "entries/0/costs/gold", 1, "format 2 has no key entries[0].costs.gold"),
+    _make_invalid_file("kind of cost", "entries/0/costs/gold", 1, "format 3 has no key entries[0].costs.gold"),
     _make_invalid_file(
         "cost",
         "entries/0/costs/memory_mb",
@@ -241,5 +241,20 @@ PLAN_FILES = (
     _make_invalid_file(
         "no state", f"{_CHANGE}/after", None, f"{_AT_CHANGE}.after must be an object if before is null, not None"
     ),
-    _make_invalid_file("failure", "entries/0/failure", 1, "entries[0].failure must be a string, not 1"),
+    _make_invalid_file("failure", "entries/0/failure", 1, "entries[0].failure must be an object, not 1"),
+    _make_invalid_file(
+        "kind of failure",
+        "entries/0/failure/kind",
+        "",
+        "entries[0].failure.kind must be a string that is not empty, not ''",
+    ),
+    _make_invalid_file(
+        "message", "entries/0/failure/message", None, "entries[0].failure.message must be a string, not None"
+    ),
+    _make_invalid_file(
+        "blockers", "entries/0/failure/blockers", [1], "entries[0].failure.blockers[0] must be a string, not 1"
+    ),
+    _make_invalid_file(
+        "status", "entries/0/failure/status", True, "entries[0].failure.status must be an HTTP status or null, not True"
+    ),
 )

@@ -251,7 +251,7 @@ def test_nothing_is_done_before_a_removal_that_a_clone_prevents(tmp_path: Path, 
         assert "the clones of volume 'data' have changed since the plan was made (copy)" in result["msg"], result
         assert read_state(client) == before
         (entry,) = make_plan(gateway, task)
-        assert "is in use by 1 clone (copy)" in entry["failure"], entry
+        assert "is in use by 1 clone (copy)" in entry["failure"]["message"], entry
     finally:
         client.close()
         gateway.end()

@@ -42,7 +42,7 @@ ENTRY = {
     "created": {"try-1": "known-after-apply-0002"},
     "costs": {"memory_mb": 256, "disk_bytes": -1048576, "pause_ms": 5.5},
     "unknown": ["the cost of the first capture"],
-    "failure": None,
+    "failure": {"kind": "in_use", "message": "volume 'data' is in use", "blockers": ["copy"], "status": 409},
 }
 
 
@@ -190,7 +190,11 @@ WRONG_VALUES: dict[str, tuple[Any, ...]] = {
     "entries/0/costs/disk_bytes": (None, [], -(10**400)),
     "entries/0/costs/pause_ms": (None, -1, False),
     "entries/0/unknown": (None, "much", [None], [""], REMOVED),
-    "entries/0/failure": (False, 1, REMOVED),
+    "entries/0/failure": (False, 1, "no space", REMOVED),
+    "entries/0/failure/kind": ("", 1, None, REMOVED),
+    "entries/0/failure/message": (1, None, REMOVED),
+    "entries/0/failure/blockers": ("a", None, [1], REMOVED),
+    "entries/0/failure/status": ("409", 99, 600, True, 409.0, REMOVED),
     "surprise": (1,),
     "entries/0/surprise": (1,),
     "entries/0/actions/0/surprise": (1,),
@@ -291,8 +295,8 @@ def test_edited_plans_are_refused(tmp_path: Path, edit: Callable[[str], str]) ->
 
 def test_newer_formats_are_refused_before_their_fields(tmp_path: Path) -> None:
     path = tmp_path / "plan.json"
-    path.write_text('{"format": 3, "news": [1]}')
-    with pytest.raises(Failure, match=r"has format 3, but this release reads only format 2. Use the"):
+    path.write_text('{"format": 4, "news": [1]}')
+    with pytest.raises(Failure, match=r"has format 4, but this release reads only format 3. Use the"):
         _plan_file.load(str(path))
 
 

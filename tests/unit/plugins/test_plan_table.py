@@ -43,6 +43,10 @@ def make_entry(task: str, line: int, verb: str = "", *changes: Change, **fields:
     }
 
 
+def make_failure(message: str) -> dict[str, Any]:
+    return {"kind": "in_use", "message": message, "blockers": [], "status": 409}
+
+
 def make_document(*entries: dict[str, Any]) -> dict[str, Any]:
     return {
         "gateways": {EAST: "unix:///run/sandbox-gateway/gateway.sock", WEST: "https://west.example:8700"},
@@ -72,8 +76,10 @@ DOCUMENT = make_document(
     make_entry(
         "Remove it",
         30,
-        failure="snapshot 'before' is in use by 8 sandboxes (try-1, try-2, try-3, try-4, try-5, try-6, try-7, try-8). "
-        "Delete them first, or pass when=unused to delete it with its last user.",
+        failure=make_failure(
+            "snapshot 'before' is in use by 8 sandboxes (try-1, try-2, try-3, try-4, try-5, try-6, try-7, try-8). "
+            "Delete them first, or pass when=unused to delete it with its last user."
+        ),
     ),
     make_entry("Remove the old one", 35, "remove", ("sandbox", "old", True, False), costs={"memory_mb": -512.0}),
     make_entry(
@@ -133,7 +139,7 @@ def test_a_plan_without_changes_is_one_line() -> None:
 
 
 def test_failures_are_shown_even_if_nothing_changes() -> None:
-    document = make_document(make_entry("Remove it", 3, failure="no such snapshot"))
+    document = make_document(make_entry("Remove it", 3, failure=make_failure("no such snapshot")))
     assert _plan_table.render(document, 79, color=False) == (
         "The plan changes nothing.\n\nPredicted failures:\n  localhost, Remove it (play.yml:3):\n    no such snapshot"
     )
@@ -192,7 +198,7 @@ def test_long_text_is_shortened(width: int) -> None:
         path=f"{'roles/deep/' * 20}main.yml:12",
         host="h" * 300,
         unknown=["u" * 200],
-        failure="f" * 9000,
+        failure=make_failure("f" * 9000),
         costs={"memory_mb": 2048, "disk_bytes": 1 << 20, "pause_ms": 5},
     )
     document = {**make_document(entry), "gateways": {EAST: "https://" + "e" * 200}}
@@ -216,7 +222,7 @@ def test_text_from_elsewhere_cannot_affect_the_terminal() -> None:
             path=evil_text,
             host=evil_text,
             unknown=[evil_text],
-            failure=evil_text,
+            failure=make_failure(evil_text),
         )
     )
     text = _plan_table.render({**document, "gateways": {EAST: evil_text}}, 79, color=False)

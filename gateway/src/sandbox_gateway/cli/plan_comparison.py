@@ -226,5 +226,5 @@ def _describe_task(entry: Entry, different_objects: Set[tuple[str, str]]) -> dic
         "created": sorted(entry.created),
         "costs": entry.costs,
         "unknown": entry.unknown,
-        "failure": entry.failure,
+        "failure": entry.failure.model_dump() if entry.failure else None,
     }

@@ -20,7 +20,7 @@ from pydantic_core import PydanticCustomError
 from sandbox_gateway.cli.failure import ExitCode, Failure
 from sandbox_gateway.cli.formats import parse_time
 
-FORMAT = 2
+FORMAT = 3
 MAX_FILE_BYTES = 64 << 20
 PLANNED_ID_PREFIX = "known-after-apply-"
 _MAX_NESTING = 40
@@ -63,6 +63,12 @@ def _check_cost(value: object) -> float:
     return value
 
 
+def _check_status(value: object) -> int:
+    if isinstance(value, bool) or not isinstance(value, int) or not 100 <= value <= 599:
+        raise ValueError("an HTTP status or null")
+    return value
+
+
 def _check_time(value: object) -> str:
     try:
         if not isinstance(value, str) or not _TIME_PATTERN.fullmatch(value):
@@ -95,6 +101,7 @@ PlannedId = Annotated[
 ]
 Digest = Annotated[str, _create_pattern_validator("[0-9a-f]{64}", "64 hexadecimal digits")]
 Kind = Literal["sandbox", "snapshot", "template", "volume"]
+HttpStatus = Annotated[int, PlainValidator(_check_status)]
 Cost = Annotated[float, PlainValidator(_check_cost)]
 CostKey = Literal["memory_mb", "disk_bytes", "pause_ms"]
 
@@ -129,6 +136,15 @@ class Action(_Part):
     request: dict[Text, Any]
 
 
+class PredictedFailure(_Part):
+    """The failure of a task in the check run. ``status`` is that of the response, or None if there was none."""
+
+    kind: Name
+    message: Text
+    blockers: list[Text]
+    status: HttpStatus | None
+
+
 class Entry(_Part):
     """One execution of a task."""
 
@@ -144,7 +160,7 @@ class Entry(_Part):
     costs: dict[CostKey, Cost]
     """Only the known costs. Freed memory and disk space are negative."""
     unknown: list[Name]
-    failure: Text | None
+    failure: PredictedFailure | None
 
     @model_validator(mode="after")
     def _check_pause(self) -> Self:
@@ -156,7 +172,7 @@ class Entry(_Part):
 
 
 class Plan(_Part):
-    format: Literal[2]
+    format: Literal[3]
     created_at: Time
     expires_at: Time
     problems: list[Name]

@@ -42,7 +42,7 @@ def print_plan(plan: Plan) -> None:
     _print_list(
         "Predicted failures:",
         (
-            f"{_format_task(entry)} on {entry.host}: {entry.failure}"
+            f"{_format_task(entry)} on {entry.host}: {entry.failure.message}"
             for entry in plan.entries
             if entry.failure is not None
         ),
