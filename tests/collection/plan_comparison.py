@@ -214,7 +214,7 @@ def restore_predicted_failures(planned: dict[str, Any], actual: dict[str, Any]) 
     result = restore(planned, actual)
     if result is not actual:
         assert actual["failure"]["kind"] == planned["failure"]["kind"], (planned, actual)
-    if "outcomes" in planned and len(planned["outcomes"]) == len(result.get("outcomes", ())):
+    if "outcomes" in planned and "outcomes" in result and len(planned["outcomes"]) == len(result["outcomes"]):
         result = {**result, "outcomes": [*map(restore, planned["outcomes"], result["outcomes"])]}
     return result
 
