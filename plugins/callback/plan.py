@@ -14,10 +14,10 @@ description:
   - At the end of C(ansible-playbook --check), prints one table of all changes that the tasks of this collection would
     make, by gateway and kind. Each line shows the task of the change, and its file and line.
   - The signs are C(+) for created, C(~) for changed, C(-) for removed and C(↺) for rolled back.
-  - The table also contains the known costs (disk, memory and pauses), the values that only the run can know, and the
-    predicted failures.
-  - At the end of a run that applies a plan, prints the planned changes that the run did not make, or a message that
-    it made all of them. In all other runs without C(--check), prints nothing.
+  - The table also contains the known costs (disk, memory and pauses), the values that only the run can know, the
+    predicted failures, and the reasons why the plan is incomplete.
+  - At the end of a run that applies a plan, prints the planned changes that the run did not make or did not need, or a
+    message that it made all of them. In all other runs without C(--check), prints nothing.
   - At the end of a check run, also ends its plan sessions in the gateways. Without this plugin, they end later.
 author:
   - The grove.sandbox authors (@grove-sandbox)
@@ -185,13 +185,18 @@ class CallbackModule(CallbackBase):
         try:
             if (plan := _plan_journal.load_applied_plan()) is None:
                 return
-            omitted_entries = _plan_journal.list_omitted_entries(plan)
+            omitted_entries, unneeded_entries = _plan_journal.list_omitted_entries(plan)
         except Failure:
             return  # Each task has reported this failure.
-        self._display.display(
-            "\nAll changes in the plan were made." if not omitted_entries else "\nIn the plan, but not made:"
-        )
-        for entry, names in omitted_entries:
+        if not omitted_entries and not unneeded_entries:
+            self._display.display("\nAll changes in the plan were made.")
+        self._print_entries("In the plan, but not made:", omitted_entries)
+        self._print_entries("In the plan, but not needed, because the sandboxes had not diverged:", unneeded_entries)
+
+    def _print_entries(self, title: str, entries: list[_plan_journal.OmittedEntry]) -> None:
+        if entries:
+            self._display.display(f"\n{title}")
+        for entry, names in entries:
             text = f"  {entry['host']}: {entry['task']} ({entry['path']}): {', '.join(names)[:200]}"
             self._display.display(make_printable(text))
 

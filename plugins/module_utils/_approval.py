@@ -157,14 +157,16 @@ def make_initial_state() -> dict[str, Any]:
 
     ``run``: the name by which a gateway finds the run. ``opened_at``: when each gateway first saw the run, by the ids
     of the gateway and of the run there. ``used``: the numbers of the entries that it has used. ``omitted``: for each of
-    these numbers, as text, the objects whose changes failed. ``swapped``: the hosts that have used each other's
-    entries. ``bindings``: by the id of the gateway, and ``exported``: see ``Approval``.
+    these numbers, as text, the objects whose changes failed. ``unneeded``: likewise, the objects that the task had no
+    need to capture or roll back. ``swapped``: the hosts that have used each other's entries. ``bindings``: by the id of
+    the gateway, and ``exported``: see ``Approval``.
     """
     return {
         "run": secrets.token_hex(16),
         "opened_at": {},
         "used": [],
         "omitted": {},
+        "unneeded": {},
         "swapped": [],
         "bindings": {},
         "exported": {},
@@ -175,6 +177,7 @@ def update_state(state: dict[str, Any], usage: Mapping[str, Any]) -> None:
     """Add to the state of a run what a task has used; see ``_run.PLAN_KEY``."""
     state["used"].append(usage["number"])
     state["omitted"][str(usage["number"])] = usage["omitted"]
+    state["unneeded"][str(usage["number"])] = usage["unneeded"]
     # The plan sessions of different gateways can assign the same ids.
     state["bindings"].setdefault(usage["gateway"], {}).update(usage["bindings"])
     state["opened_at"].update(usage["opened_at"])
@@ -368,7 +371,7 @@ class Approval:
                     raise _create_unplanned_error(f"the plan does not contain this task's changes ({verbs})")
                 planned_actions = entry["actions"]
                 if is_conditional:
-                    planned_actions = _drop_unnecessary_actions(planned_actions, actions, matching)
+                    planned_actions = _drop_unnecessary_actions(planned_actions, actions, matching.bindings)
                 approved_actions = list(actions)
                 if may_fail:
                     approved_actions = _drop_failing_actions(planned_actions, actions, matching)
@@ -388,6 +391,15 @@ class Approval:
             if failures
             else _create_unplanned_error(f"the plan does not contain this task's changes ({verbs})")
         )
+
+    def list_unneeded_names(self, entry: Entry, actions: Sequence[Action]) -> list[str]:
+        """Return the names of the objects that the entry captures or rolls back, but for which the task has no actions.
+
+        ``entry`` and ``actions``: see ``find_entry``.
+        """
+        needed_actions = _drop_unnecessary_actions(entry["actions"], actions, self.bindings)
+        unneeded_actions = [action for action in entry["actions"] if action not in needed_actions]
+        return [change["name"] for action in unneeded_actions for change in action["changes"]]
 
     def check_unchanged(self, reads: Mapping[str, str]) -> None:
         """Raise Failure if a change since the plan was made explains why the task cannot be carried out.
@@ -559,10 +571,10 @@ def _uses_snapshot(entry: Entry, volume: str, snapshot: str) -> bool:
 
 
 def _drop_unnecessary_actions(
-    planned: Iterable[Mapping[str, Any]], actual: Iterable[Action], matching: _Matching
+    planned: Iterable[Mapping[str, Any]], actual: Iterable[Action], bindings: Mapping[str, str]
 ) -> list[Mapping[str, Any]]:
     """Return the planned actions, except captures and rollbacks of objects for which the task has no actions."""
-    planned_ids = {real_id: planned_id for planned_id, real_id in matching.bindings.items()}
+    planned_ids = {real_id: planned_id for planned_id, real_id in bindings.items()}
     names = {planned_ids.get(change.name, change.name) for action in actual for change in action.changes}
     return [
         action

@@ -295,6 +295,7 @@ class _Run:
             "number": entry["number"],
             "swapped": [] if entry.get("host", "") == approval.host else [approval.host, entry["host"]],
             "omitted": omitted_names,
+            "unneeded": approval.list_unneeded_names(entry, plan.actions),
             "gateway": self.client.gateway_id,
             "bindings": bindings,
             "exported": {

@@ -48,6 +48,9 @@ _ENTRY_SUFFIX = ".entry.json"
 _APPLIED_NAME = "applied.json"
 _FAILURES_NAME = "failures.json"
 
+OmittedEntry = tuple[dict[str, Any], list[str]]
+"""An entry of the applied plan, and the names of the objects whose changes the run has not made."""
+
 
 def load_applied_plan() -> dict[str, Any] | None:
     """Return the plan that this run applies, or None if it applies none. Raises Failure if it cannot be applied."""
@@ -203,20 +206,22 @@ def mark_entry_used(usage: dict[str, Any]) -> None:
         _write(_APPLIED_NAME, state)
 
 
-def list_omitted_entries(plan: dict[str, Any]) -> list[tuple[dict[str, Any], list[str]]]:
-    """Return the entries with changes that this run has not made, and the names of the objects of these changes.
+def list_omitted_entries(plan: dict[str, Any]) -> tuple[list[OmittedEntry], list[OmittedEntry]]:
+    """Return the entries with changes that this run has not made: those that it needed, and those that it did not.
 
-    Raises Failure if the run has used another plan.
+    Each entry comes with the names of the objects of these changes. Raises Failure if the run has used another plan.
     """
     with _locked_state() as state:
         _require_same_plan(state, plan)
-    result = []
+    omitted, unneeded = [], []
     for number, entry in enumerate(plan["entries"]):
         planned_names = [change["name"] for action in entry["actions"] for change in action["changes"]]
-        names = state["omitted"][str(number)] if number in state["used"] else planned_names
-        if names:
-            result.append((entry, list(dict.fromkeys(names))))
-    return result
+        omitted_names = state["omitted"][str(number)] if number in state["used"] else planned_names
+        unneeded_names = state["unneeded"].get(str(number), [])
+        for entries, names in ((omitted, omitted_names), (unneeded, unneeded_names)):
+            if names:
+                entries.append((entry, list(dict.fromkeys(names))))
+    return omitted, unneeded
 
 
 def _require_same_plan(state: dict[str, Any], plan: dict[str, Any]) -> None:

@@ -466,6 +466,19 @@ def test_the_callback_loads_the_plan_for_all_tasks(plan_target: Target, plan_pat
     assert result["paths"] == [str(plan_path)] * has_callback
 
 
+def test_the_callback_lists_changes_that_were_not_needed(plan_target: Target, plan_path: Path) -> None:
+    plan_target.play(BOX, make_task("sandbox_snapshot", name="golden", sandbox="box"))
+    roll_back = make_task("sandbox_rollback", sandbox="box", snapshot="golden", backup_name="before")
+    make_plan(plan_target, plan_path, roll_back)
+    assert "Plan: 1 to create, 1 to roll back" in plan_target.output, plan_target.output
+    environment = {**ENABLED_CALLBACKS, "GROVE_SANDBOX_APPLY": str(plan_path)}
+    (result,) = plan_target.play(roll_back, environment=environment)
+    assert not result["changed"] and "All changes in the plan were made" not in plan_target.output, plan_target.output
+    title = "In the plan, but not needed, because the sandboxes had not diverged:"
+    entry = r"target: grove\.sandbox\.sandbox_rollback \(play\.yml:\d+\): box, before"
+    assert re.search(rf"{title}\n  {entry}\n", plan_target.output), plan_target.output
+
+
 def test_the_callback_lists_omitted_changes_at_the_end_of_the_run(
     plan_gateway: MemoryGateway, plan_target: Target, plan_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -731,7 +731,9 @@ def test_only_the_sandboxes_that_have_diverged_are_rolled_back_or_captured(
     monkeypatch.undo()
     assert not result.get("failed"), result
     changed_names = [outcome["name"] for outcome in result["outcomes"] if outcome["changed"]]
-    assert changed_names == [name if kind == "rollback" else f"new-{name}" for name in names if name in diverged_names]
+    results = {name: name if kind == "rollback" else f"new-{name}" for name in names}
+    assert changed_names == [results[name] for name in names if name in diverged_names]
+    assert result[PLAN_KEY]["unneeded"] == [results[name] for name in names if name not in diverged_names]
 
 
 ROLL_BACK_UNLESS_CLEAN_TASK = ("rollback", {"sandbox": ["web"], "snapshot": "golden", "backup_name": ["backup"]})
