@@ -218,8 +218,7 @@ class CallbackModule(CallbackBase):
         _plan_file.save(path, document)
         self._display.display(f"\nThe plan is in {path}. Its digest begins with {document['digest'][:12]}.")
         if document["problems"]:
-            problems = "; ".join(document["problems"])
-            self._display.display(f"It cannot be applied: {problems}.", color=C.COLOR_ERROR)
+            self._display.display("It cannot be applied, because it is incomplete.", color=C.COLOR_ERROR)
         else:
             self._display.display(f"It can be applied until {document['expires_at']}.")
 

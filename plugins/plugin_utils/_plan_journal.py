@@ -128,10 +128,11 @@ def make_plan(playbooks: Iterable[str], variables: Mapping[str, Any], lifetime_s
     ``variables``: the variables of the current task.
     """
     run_entries = read_entries()
+    problems = [*_find_failures(variables), *(entry["problem"] for entry in run_entries if "problem" in entry)]
     return _plan_file.make_document(
         mark_dependent_entries(entry for entry in run_entries if "problem" not in entry),
         playbooks=playbooks,
-        problems=[*_find_failures(variables), *(entry["problem"] for entry in run_entries if "problem" in entry)],
+        problems=dict.fromkeys(problems),  # All hosts and items of a task have the same problem.
         created_at=datetime.now(timezone.utc),
         lifetime_seconds=lifetime_seconds,
     )

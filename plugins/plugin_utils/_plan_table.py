@@ -25,7 +25,7 @@ _MIN_WIDTH = 79
 _MIN_NAME_WIDTH = 12
 _MIN_PLACE_WIDTH = 16
 _MAX_SHOWN_SIBLINGS = 3
-_MAX_FAILURE_CHARACTERS = 2000
+_MAX_MESSAGE_CHARACTERS = 2000
 _INDENT = " " * 4
 _TOTAL_PHRASES = {CREATED: "to create", CHANGED: "to change", REMOVED: "to remove", ROLLED_BACK: "to roll back"}
 _PLURALS = {"sandbox": "sandboxes"}
@@ -66,7 +66,7 @@ def has_changes(document: Mapping[str, Any]) -> bool:
 
 
 def render(document: Mapping[str, Any], width: int, color: bool) -> str:
-    """Return the table, its totals, the unknown values and the predicted failures.
+    """Return the table, its totals, the unknown values, the predicted failures, and why the plan is incomplete.
 
     The lines have at most ``width`` columns, or 79 if ``width`` is smaller.
     """
@@ -78,9 +78,10 @@ def render(document: Mapping[str, Any], width: int, color: bool) -> str:
             lines += _render_gateway(url, entries, width, color)
         lines += textwrap.wrap(f"Plan: {_describe_totals(document['entries'])}.", width, subsequent_indent="  ")
     else:
-        lines.append("The plan changes nothing.")
+        lines.append("The plan contains no changes." if document["problems"] else "The plan changes nothing.")
     lines += _render_unknown_values(document["entries"], width, color)
     lines += _render_failures(document["entries"], width, color)
+    lines += _render_problems(document["problems"], width, color)
     return "\n".join(lines)
 
 
@@ -150,8 +151,12 @@ def _render_unknown_values(entries: Iterable[Mapping[str, Any]], width: int, col
         return []
     lines = ["", _colorize("Unknown until the run:", C.COLOR_WARN, color)]
     for phrase, task, path in unknown:
-        shown_phrase = _shorten(phrase, width // 2)
-        lines.append(f"  {shown_phrase}: {_format_place(task, path, width - _measure_width(shown_phrase) - 4)}")
+        place, shown_phrase = _format_place(task, path), _shorten(phrase, _MAX_MESSAGE_CHARACTERS)
+        if _measure_width(f"  {shown_phrase}: {place}") <= width:
+            lines.append(f"  {shown_phrase}: {place}")
+        else:
+            lines += _wrap(f"{shown_phrase}:", width, "  ")
+            lines.append(f"{_INDENT}{_format_place(task, path, width - len(_INDENT))}")
     return lines
 
 
@@ -164,11 +169,15 @@ def _render_failures(entries: Iterable[Mapping[str, Any]], width: int, color: bo
                 _to_one_line(entry["task"]), _to_one_line(entry["path"]), width - _measure_width(host) - 5
             )
             lines.append(f"  {host}, {place}:")
-            message = _shorten(_to_one_line(entry["failure"]["message"]), _MAX_FAILURE_CHARACTERS)
-            lines += textwrap.wrap(
-                message, width, initial_indent=_INDENT, subsequent_indent=_INDENT, break_on_hyphens=False
-            )
+            lines += _wrap(_shorten(_to_one_line(entry["failure"]["message"]), _MAX_MESSAGE_CHARACTERS), width, _INDENT)
     return ["", _colorize("Predicted failures:", C.COLOR_ERROR, color), *lines] if lines else []
+
+
+def _render_problems(problems: Iterable[str], width: int, color: bool) -> list[str]:
+    lines: list[str] = []
+    for problem in problems:
+        lines += _wrap(_shorten(_to_one_line(problem), _MAX_MESSAGE_CHARACTERS), width, "  ")
+    return ["", _colorize("The plan is incomplete:", C.COLOR_ERROR, color), *lines] if lines else []
 
 
 def _describe_totals(entries: list[Mapping[str, Any]]) -> str:
@@ -232,6 +241,10 @@ def _format_place(task: str, path: str, width: int | None = None) -> str:
 def _to_one_line(text: str) -> str:
     """Return text from a playbook, a gateway or a sandbox without anything that affects a terminal or the table."""
     return " ".join(make_printable(text).split())
+
+
+def _wrap(text: str, width: int, indent: str) -> list[str]:
+    return textwrap.wrap(text, width, initial_indent=indent, subsequent_indent=indent, break_on_hyphens=False)
 
 
 def _shorten(text: str, width: int) -> str:

@@ -106,6 +106,14 @@ def test_a_check_run_without_changes_prints_one_line(target: Target) -> None:
     assert run(target, {"ansible.builtin.debug": {}}) == "The plan changes nothing."
 
 
+def test_a_check_run_whose_changes_are_unknown_says_why(target: Target) -> None:
+    """The items of a loop have the same problem."""
+    problem = "the changes of task 'Hide it' (play.yml:3) are unknown: it has no_log, so its plan must not be saved"
+    task = {"journal": {"entry": json.dumps({"task": "Hide it", "path": "play.yml:3", "problem": problem})}}
+    output = run(target, {**task, "loop": [1, 2]})
+    assert output == f"The plan contains no changes.\n\nThe plan is incomplete:\n  {problem}"
+
+
 def test_options_can_also_come_from_the_configuration_file(target: Target, tmp_path: Path) -> None:
     (tmp_path / "ansible.cfg").write_text("[grove_sandbox]\nplan_file = from-ini.json\nplan_lifetime = 60\n")
     assert "It can be applied until " in run(target, TASKS[0], ANSIBLE_CONFIG=str(tmp_path / "ansible.cfg"))
@@ -130,7 +138,8 @@ def test_failures_that_end_a_host_make_the_plan_unusable(
     document = _plan_file.load(str(path))
     assert document["problems"] == [problem] * bool(problem)
     assert [entry["task"] for entry in document["entries"]] == ["Declare box"]
-    assert (f"It cannot be applied: {problem}." in output) is bool(problem)
+    assert ("It cannot be applied, because it is incomplete." in output) is bool(problem)
+    assert (f"The plan is incomplete:\n  {problem}\n" in output) is bool(problem)
     assert ("can be applied until" in output) is not bool(problem)
 
 
@@ -204,7 +213,8 @@ def test_a_plan_is_incomplete_until_the_run_has_reached_its_last_playbook(target
     for names, problems in ((("first.yml", "broken.yml"), [problem]), (("first.yml", "first.yml"), [])):
         target.run_playbooks(*names, options=("--check",), environment=environment)
         assert _plan_file.load(str(path))["problems"] == problems, target.output
-    assert target.output.count("It cannot be applied: the check run has not reached first.yml.") == 1, target.output
+    problem = "The plan is incomplete:\n  the check run has not reached first.yml\n"
+    assert target.output.count(problem) == 1, target.output
 
 
 def test_a_plan_that_cannot_be_saved_is_an_error_and_leaves_no_old_plan(target: Target, tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -47,8 +48,9 @@ def make_failure(message: str) -> dict[str, Any]:
     return {"kind": "in_use", "message": message, "blockers": [], "status": 409}
 
 
-def make_document(*entries: dict[str, Any]) -> dict[str, Any]:
+def make_document(*entries: dict[str, Any], problems: Sequence[str] = ()) -> dict[str, Any]:
     return {
+        "problems": list(problems),
         "gateways": {EAST: "unix:///run/sandbox-gateway/gateway.sock", WEST: "https://west.example:8700"},
         "entries": list(entries),
     }
@@ -145,6 +147,38 @@ def test_failures_are_shown_even_if_nothing_changes() -> None:
     )
 
 
+def test_an_incomplete_plan_says_what_is_missing() -> None:
+    problems = ["the changes of task 'Hide it' (play.yml:3) are unknown: it has no_log, so its plan must not be saved"]
+    text = _plan_table.render(make_document(problems=problems), 79, color=False)
+    section = """
+The plan is incomplete:
+  the changes of task 'Hide it' (play.yml:3) are unknown: it has no_log, so its
+  plan must not be saved"""
+    assert text == f"The plan contains no changes.\n{section}", "a run might change something"
+    assert _plan_table.render({**DOCUMENT, "problems": problems}, 79, color=False) == f"{TABLE}\n{section}"
+    assert "\033[0;31mThe plan is incomplete:\033[0m" in _plan_table.render(
+        {**DOCUMENT, "problems": problems}, 79, True
+    )
+
+
+@pytest.mark.parametrize(
+    ("width", "text"),
+    [
+        (
+            79,
+            """
+  only if sandbox web has diverged by then, which its disk does not show:
+    Roll back (play.yml:1)""",
+        ),
+        (120, "\n  only if sandbox web has diverged by then, which its disk does not show: Roll back (play.yml:1)"),
+    ],
+)
+def test_conditions_are_shown_completely(width: int, text: str) -> None:
+    condition = "only if sandbox web has diverged by then, which its disk does not show"
+    entry = make_entry("Roll back", 1, "rollback", ("sandbox", "web", True, True), unknown=[condition])
+    assert _plan_table.render(make_document(entry), width, color=False).endswith(f"\n\nUnknown until the run:{text}")
+
+
 def test_three_siblings_are_listed_one_by_one() -> None:
     def make_names(count: int) -> list[str]:
         changes = [("sandbox", f"s{number}", False, True) for number in range(count)]
@@ -201,12 +235,13 @@ def test_long_text_is_shortened(width: int) -> None:
         failure=make_failure("f" * 9000),
         costs={"memory_mb": 2048, "disk_bytes": 1 << 20, "pause_ms": 5},
     )
-    document = {**make_document(entry), "gateways": {EAST: "https://" + "e" * 200}}
+    document = {**make_document(entry, problems=["p" * 9000]), "gateways": {EAST: "https://" + "e" * 200}}
     lines = _plan_table.render(document, width, color=False).splitlines()
     long_lines = [line for line in lines if _plan_table._measure_width(line) > max(width, 79)]
     assert not long_lines
     rows = [line for line in lines if ".yml:12)" in line]
     assert len(rows) == 4, "each place keeps its line number"
+    assert sum(line.count("u") for line in lines) > 200 and sum(line.count("p") for line in lines) < 2100
     assert "(5)" in rows[0] and "2.0 GiB memory, 1.0 MiB disk, 5 ms pause" in rows[0]
     assert sum(line.count("f") for line in lines) < 2100
 
@@ -223,9 +258,11 @@ def test_text_from_elsewhere_cannot_affect_the_terminal() -> None:
             host=evil_text,
             unknown=[evil_text],
             failure=make_failure(evil_text),
-        )
+        ),
+        problems=[evil_text],
     )
     text = _plan_table.render({**document, "gateways": {EAST: evil_text}}, 79, color=False)
     assert not re.search("[\033\u202e\x9b\r]", text)
     assert text.splitlines()[0] == "Gateway a[2Jb cde"
     assert "+ a[2Jb cde  a[2Jb cde (a[2Jb cde)" in text
+    assert text.endswith("The plan is incomplete:\n  a[2Jb cde")

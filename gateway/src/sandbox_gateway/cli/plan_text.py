@@ -35,7 +35,10 @@ def print_plan(plan: Plan) -> None:
         ]
         if rows:
             _print_section(f"Gateway {_to_one_line(url)}:", ("KIND", "CHANGE", "NAME", "VERB", "TASK", "HOST"), rows)
-    print(f"Plan: {_format_totals(plan)}." if changes else "The plan changes nothing.")
+    if changes:
+        print(f"Plan: {_format_totals(plan)}.")
+    else:
+        print("The plan contains no changes." if plan.problems else "The plan changes nothing.")
     _print_list(
         "Unknown until the run:", (f"{text}: {_format_task(entry)}" for entry in plan.entries for text in entry.unknown)
     )
