@@ -10,7 +10,7 @@ import contextlib
 import os
 from typing import TYPE_CHECKING, Any
 
-from ansible.errors import AnsibleError
+from ansible.errors import AnsibleActionSkip, AnsibleError
 from ansible.module_utils.common.arg_spec import ArgumentSpecValidator
 from ansible.module_utils.errors import UnsupportedError
 from ansible.module_utils.parsing.convert_bool import boolean
@@ -43,6 +43,7 @@ FILE_OPTIONS = ("export_to", "import_from")
 """Options with the path of a file on the host where the module runs."""
 DESTINATION_OPTIONS = ("gateway_url", "ca_path", "validate_certs")
 """Options that decide where the API key is sent."""
+_NO_LOG_REASON = "it has no_log, so its plan must not be saved"
 
 
 def _is_always_in_check_mode(task: Task, templar: Templar, task_vars: dict[str, Any]) -> bool:
@@ -100,14 +101,34 @@ class GatewayAction(ActionBase):
         """Do the module's work, and add its result to ``result``."""
         if self._can_run_in_process(args):
             result.update(self._run_in_process(args))
+        elif self._connection.transport == CONNECTION_PLUGIN_NAME:
+            self._run_in_sandbox(result, args, task_vars)
+            return
         else:
-            if self._connection.transport == CONNECTION_PLUGIN_NAME and not self._task.args.get("gateway_token"):
-                # Root in the sandbox can read a module's arguments, so do not pass this process's key there.
-                args.pop("gateway_token", None)
-            wrap_async = bool(self._task.async_val) and not self._connection.has_native_async
-            result.update(self._execute_module(module_args=args, task_vars=task_vars, wrap_async=wrap_async))
+            result.update(self._run_as_module(args, task_vars))
         self._record_session(result, args)
         self._record_plan(result, args, task_vars)
+
+    def _run_in_sandbox(self, result: dict[str, Any], args: dict[str, Any], task_vars: dict[str, Any]) -> None:
+        """Run the module in a sandbox, and add its result to ``result``, but do not rely on it.
+
+        Root in the sandbox can read the module's arguments and return anything.
+        """
+        if not self._task.args.get("gateway_token"):
+            args.pop("gateway_token", None)  # Do not pass this process's key there.
+        try:
+            result.update(self._run_as_module(args, task_vars))
+        except AnsibleActionSkip:
+            # Only the check run skips the task.
+            self._record_plan({"changed": True}, args, task_vars, is_in_sandbox=True)
+            raise
+        for key in (SESSION_KEY, PLAN_KEY):
+            result.pop(key, None)
+        self._record_plan(result, args, task_vars, is_in_sandbox=True)
+
+    def _run_as_module(self, args: dict[str, Any], task_vars: dict[str, Any]) -> dict[str, Any]:
+        wrap_async = bool(self._task.async_val) and not self._connection.has_native_async
+        return dict(self._execute_module(module_args=args, task_vars=task_vars, wrap_async=wrap_async))
 
     def _prepare_arguments(self, task_vars: dict[str, Any]) -> dict[str, Any]:
         """Return the task's options, with the URL and the key from this process's environment as defaults.
@@ -146,8 +167,7 @@ class GatewayAction(ActionBase):
     def _record_session(self, result: dict[str, Any], args: dict[str, Any]) -> None:
         """Record the plan session or applied run that the task has used, so that this host can end it after the run."""
         session = result.pop(SESSION_KEY, None)
-        is_unknown = not isinstance(session, str) and not args.get("is_async")
-        if is_unknown or self._connection.transport == CONNECTION_PLUGIN_NAME:
+        if not isinstance(session, str) and not args.get("is_async"):
             return
         environment = self._merge_environment()
         url = str(args.get("gateway_url") or environment.get(URL_VARIABLE) or DEFAULT_URL)
@@ -164,36 +184,41 @@ class GatewayAction(ActionBase):
         else:
             _check_run.record_open_session({**reference, "session": session})
 
-    def _record_plan(self, result: dict[str, Any], args: dict[str, Any], task_vars: dict[str, Any]) -> None:
+    def _record_plan(
+        self, result: dict[str, Any], args: dict[str, Any], task_vars: dict[str, Any], *, is_in_sandbox: bool = False
+    ) -> None:
         """Add the task to the plan of a check run, or record the entry of the applied plan that it has used."""
         entry = result.pop(PLAN_KEY, None)
-        if self._connection.transport == CONNECTION_PLUGIN_NAME:
-            entry = None  # Root in the sandbox can return anything.
         if args.get("approved_plan") is not None:
             if entry is not None:
                 _plan_journal.mark_entry_used(entry)
         elif _check_run.is_check_run() and not args.get("predict_only") and not isinstance(self.resource_kind, Listing):
-            self._add_plan_entry(entry, result, {"task": self._task.get_name(), **self._make_task_key(task_vars)})
+            task = {"task": self._task.get_name(), **self._make_task_key(task_vars)}
+            if entry is not None and not self._task.no_log:
+                _plan_journal.add_entry({**entry, **task})
+            elif reason := self._find_problem(entry, result, is_in_sandbox=is_in_sandbox):
+                problem = f"the changes of task {task['task']!r} ({task['path']}) are unknown: {reason}"
+                _plan_journal.add_entry({**task, "problem": problem})
 
-    def _add_plan_entry(self, entry: dict[str, Any] | None, result: dict[str, Any], task: dict[str, str]) -> None:
-        """Add the task to the plan of a check run: its entry, or why its changes are unknown."""
-        if entry is not None and not (self._task.no_log and entry["actions"]):
-            _plan_journal.add_entry({**entry, **task})
-            return
+    def _find_problem(self, entry: dict[str, Any] | None, result: dict[str, Any], *, is_in_sandbox: bool) -> str:
+        """Return why the plan of a check run cannot contain the task, or "" if a run would not change anything."""
         if entry is not None:
-            reason = "they must not be saved, because the task has no_log"
-        elif not self._task.check_mode:
-            if not result.get("changed"):
-                return
+            # Even an entry without changes contains names that no_log hides.
+            is_needed = entry["actions"] or entry["failure"] is not None or entry["unknown"]
+            return _NO_LOG_REASON if is_needed else ""
+        if is_in_sandbox:
+            reason = "its module runs inside a sandbox, which can report anything: add delegate_to: localhost"
+            return reason if self._task.check_mode or result.get("changed") else ""
+        if not self._task.check_mode:
             reason = "it has check_mode: false, so it made its changes during the check run"
-        elif self._task.async_val:
-            reason = "it is asynchronous"
-        elif (result.get("failure") or {}).get("kind") == "invalid":
-            return  # The options are invalid, so a run would not do anything either.
-        else:
-            reason = result.get("msg") or "the gateway is too old to have plan sessions"
-        problem = f"the changes of task {task['task']!r} ({task['path']}) are unknown: {reason}"
-        _plan_journal.add_entry({**task, "problem": problem})
+            return reason if result.get("changed") else ""
+        if self._task.async_val:
+            return "it is asynchronous"
+        if (result.get("failure") or {}).get("kind") == "invalid":
+            return ""  # The options are invalid.
+        if self._task.no_log:
+            return _NO_LOG_REASON
+        return result.get("msg") or "the gateway is too old to have plan sessions"
 
     def _make_task_key(self, task_vars: dict[str, Any]) -> dict[str, str]:
         """Return the host and the place of this task, by which a run finds its entry in the plan of a check run."""

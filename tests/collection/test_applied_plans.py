@@ -364,15 +364,36 @@ def test_apply_is_refused_where_it_cannot_be_enforced(
     assert read_state(plan_gateway) == state
 
 
-def test_changes_of_a_task_with_no_log_are_not_saved(plan_target: Target, plan_path: Path) -> None:
+NO_LOG_TASKS: dict[str, tuple[Task, bool]] = {
+    "changes": (make_task("sandbox", name="box", template="base", metadata={"a": "hidden"}), True),
+    "refused": (make_task("sandbox_snapshot", name="old", sandbox="source", description="new"), True),
+    "unreachable gateway": (make_task("sandbox", name="box", gateway_url="unix:///hidden.sock"), True),
+    "unexpected refusal": (
+        make_task("sandbox_rollback", sandbox="source-hidden", snapshot="old", backup_name="old"),
+        True,
+    ),
+    "no changes": (make_task("sandbox", name="hidden", state="absent"), False),
+}
+"""Tasks with the word "hidden" in what the plan must not contain, and whether a run might change something or fail."""
+
+
+@pytest.mark.parametrize("kind", NO_LOG_TASKS)
+def test_the_plan_contains_nothing_of_a_task_with_no_log(plan_target: Target, plan_path: Path, kind: str) -> None:
+    task, is_problem = NO_LOG_TASKS[kind]
+    plan_target.play(
+        make_task("sandbox", name=["source", "source-hidden"], template="base"),
+        make_task("sandbox_snapshot", name="old", sandbox="source", description="hidden"),
+        make_task("sandbox_rollback", sandbox="source-hidden", snapshot="old"),
+    )
     environment = {**ENABLED_CALLBACKS, "GROVE_SANDBOX_PLAN_FILE": str(plan_path)}
-    secret_task = {
-        "grove.sandbox.sandbox": {"name": "box", "template": "base", "metadata": {"a": "hidden"}},
-        "no_log": True,
-    }
-    plan_target.play(secret_task, options=("--check",), environment=environment)
-    (problem,) = json.loads(plan_path.read_text())["problems"]
-    assert "no_log" in problem and "hidden" not in plan_path.read_text()
+    plan_target.play({**task, "no_log": True}, options=("--check",), environment=environment)
+    problems = json.loads(plan_path.read_text())["problems"]
+    assert len(problems) == is_problem and all("it has no_log" in problem for problem in problems), problems
+    table = re.sub("(?s).*PLAY RECAP", "", plan_target.output)
+    assert "hidden" not in plan_path.read_text() + table, table
+    if not is_problem:
+        (result,) = apply_plan(plan_target, plan_path, {**task, "no_log": True})
+        assert not result["changed"] and not result.get("failed"), plan_target.output
 
 
 def test_an_asynchronous_task_makes_the_plan_incomplete(plan_target: Target, plan_path: Path) -> None:

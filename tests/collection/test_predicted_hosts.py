@@ -92,14 +92,17 @@ def run_playbook(
     core: str = NEWEST,
     options: tuple[str, ...] = ("--check",),
     hosts: str = "localhost,",
+    plan_file: str = "",
 ) -> Run:
+    """``plan_file``: the file in which the callback saves the plan. Without it, the callback is not enabled."""
     playbook, record = directory / "book.yml", directory / "results.jsonl"
     playbook.write_text(json.dumps(plays))
     record.write_text("")
     environment = {
         "ANSIBLE_CALLBACK_PLUGINS": str(PLUGINS / "callback"),
-        "ANSIBLE_CALLBACKS_ENABLED": "record_tasks",
+        "ANSIBLE_CALLBACKS_ENABLED": "record_tasks,grove.sandbox.plan" if plan_file else "record_tasks",
         "RECORD_FILE": str(record),
+        "GROVE_SANDBOX_PLAN_FILE": plan_file,
     }
     arguments: tuple[str | Path, ...] = ("-i", hosts, *options, playbook)
     process = ansible_core_versions.run_command(core, "playbook", *arguments, cwd=directory, environment=environment)
@@ -253,6 +256,48 @@ def test_a_real_host_alongside_a_predicted_one_is_reached(core: str, gateway: Me
     local = run.get_results("localhost")
     assert local["delegated"].status == "skipped" and SKIPPED in local["delegated"].message
     assert local["delegated to real"].status == "ok"
+
+
+def test_the_plan_contains_the_tasks_of_a_sandbox_that_run_on_the_control_node(
+    gateway: MemoryGateway, tmp_path: Path
+) -> None:
+    """Root in the sandbox can return anything, so the results of modules that run there are not in the plan."""
+    create_sandbox(gateway, "real")
+    # This is 127.0.0.1, but does not count as a loopback address.
+    remote_url = f"http://2130706433:{gateway.port}"
+
+    def make_task(name: str, gateway_url: str, key: str, **keywords: Any) -> Task:
+        options = {"name": name, "sandbox": "{{ ansible_host }}", "gateway_url": gateway_url, "gateway_token": key}
+        return {"name": name, "grove.sandbox.sandbox_snapshot": options, **keywords}
+
+    def make_play(host: str, *tasks: Task) -> Play:
+        return {"hosts": host, "gather_facts": False, "tasks": list(tasks)}
+
+    run = run_playbook(
+        tmp_path,
+        make_planning_play(
+            gateway,
+            *CREATE_TASKS,
+            make_add_host_task(gateway, "guest", PREDICTED_ID),
+            make_add_host_task(gateway, "real", "real", ansible_python_interpreter=sys.executable),
+        ),
+        make_play("guest", make_task("before", remote_url, ADMIN_KEY), make_task("skipped", gateway.url, ADMIN_KEY)),
+        make_play("real", make_task("at-once", remote_url, EXEC_KEY), make_task("inside", gateway.url, ADMIN_KEY)),
+        make_play("guest", make_task("skipped-too", gateway.url, ADMIN_KEY, check_mode=False)),
+        plan_file="plan.json",
+    )
+    statuses = {task: result.status for (task, host), result in run.results.items() if host != "localhost"}
+    outside, inside = ("before", "at-once"), ("skipped", "inside", "skipped-too")
+    assert statuses == {**dict.fromkeys((*outside, *inside), "ok"), **dict.fromkeys(inside[::2], "skipped")}, run.output
+    plan = json.loads((tmp_path / "plan.json").read_text())
+    assert [entry["task"] for entry in plan["entries"][1:]] == list(outside), run.output
+    assert [re.sub(r"\(.*?\) ", "", problem) for problem in plan["problems"]] == [
+        f"the changes of task '{name}' are unknown: its module runs inside a sandbox, which can report anything: "
+        "add delegate_to: localhost"
+        for name in inside
+    ]
+    with gateway.client(EXEC_KEY) as client:
+        assert client.get("/plans").json() == [], "the callback has not ended the session"
 
 
 CHANGES: dict[str, tuple[list[Task], str]] = {
