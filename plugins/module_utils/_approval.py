@@ -615,6 +615,19 @@ class _Matching:
         match = re.fullmatch(pattern.replace(re.escape(f".old-{_SHORT_PLANNED_ID}"), r"\.old-[0-9a-f]{8}"), actual)
         return match is not None and all(map(self._bind, planned_ids, match.groups()))
 
+    def _substitute_planned_ids(self, value: Any) -> Any:
+        """Return a value with planned ids in place of the real ids that are bound to them, because a hash covers both.
+
+        ``value``: strings by name, or anything else, which is returned unchanged.
+        """
+        if not isinstance(value, Mapping):
+            return value
+        result = dict(value)
+        for planned_id, real_id in self.bindings.items():
+            if is_planned_id(planned_id):
+                result = {key: text.replace(real_id, planned_id) for key, text in result.items()}
+        return result
+
     def is_pending(self, ident: str) -> bool:
         """Return whether a planned id stands for an object that the run has to create, but has not recorded yet."""
         return ident in self._created_ids and ident not in self.bindings
@@ -646,7 +659,7 @@ class _Matching:
             for number, pair in enumerate(zip(planned, actual)):
                 self.check_value(*pair, f"{place}.{number}")
         elif isinstance(planned, str) and planned.startswith(_HASH_PREFIX):
-            if not _matches_hash(planned, actual):
+            if not _matches_hash(planned, self._substitute_planned_ids(actual)):
                 raise _create_unplanned_error(f"the secrets in {place} differ from those of the plan")
         elif isinstance(planned, str) and isinstance(actual, str):
             if not self.match_text(planned, actual):

@@ -496,6 +496,30 @@ def test_planned_ids_stand_for_the_ids_of_the_run(gateway: MemoryGateway, client
     assert apply_task(client, remove_task, *entries, state=state)["changed"]
 
 
+@pytest.mark.parametrize("option", ["env", "metadata"])
+def test_values_may_contain_the_ids_of_objects_that_the_run_creates(
+    gateway: MemoryGateway, client: Client, option: str
+) -> None:
+    create_task = ("sandbox", {"name": ["db"], "template": "base"})
+    capture_task = ("snapshot", {"name": ["db-1"], "sandbox": ["db"]})
+
+    def make_task(*ids: str) -> Task:
+        values = {"PEERS": f"sandbox {ids[0]},snapshot {ids[1]}", "SELF": "web"}
+        return ("sandbox", {"name": ["user"], "template": "base", option: values})
+
+    planned_ids = [f"known-after-apply-{number:04x}" for number in (1, 3)]
+    entries = make_plan(gateway, create_task, capture_task, make_task(*planned_ids))
+    assert [*entries[0]["created"].values(), *entries[1]["created"].values()] == planned_ids
+    state = make_initial_state()
+    database = apply_task(client, create_task, *entries, state=state)["sandbox"]
+    snapshot = apply_task(client, capture_task, *entries, state=state)["snapshot"]
+    for ids in ((snapshot["id"], database["id"]), ("0123456789ab", snapshot["id"])):
+        refused = apply_task(client, make_task(*ids), *entries, state=state)
+        assert refused["failure"]["kind"] == "not_planned" and not refused["changed"], refused
+    result = apply_task(client, make_task(database["id"], snapshot["id"]), *entries, state=state)
+    assert result["changed"], result
+
+
 @pytest.mark.parametrize(
     ("create_task", "remove_task"),
     [
