@@ -55,6 +55,8 @@ PLAN_KEY = "_plan"
 """The key of a result for the action plugin: the task's entry for the plan file, or its use of the applied plan."""
 SESSION_KEY = "_plan_session"
 """The key of a result for the action plugin: the path of the plan session or applied run that the task has used."""
+OPENED_KEY = "_plan_opened"
+"""The key of a result for the action plugin: the key of the plan session, and when it was opened."""
 _OBJECT_PATHS = ("/sandboxes/", "/snapshots/", "/templates/", "/volumes/")
 _USER_KEYS = ("metadata", "envVars")
 """The keys in the body of a request whose values can be any text of the user. They name no objects."""
@@ -78,7 +80,7 @@ def run(
         gateway_client = gateway_client or connect(params)
         try:
             if check_mode and params.get("check_run"):
-                gateway_client.enter_plan(params["check_run"])
+                gateway_client.enter_plan(params["check_run"], params.get("check_sessions"))
             elif not check_mode and params.get("approved_plan") is not None:
                 _enter_run(gateway_client, params["approved_plan"])
             result = (
@@ -95,6 +97,7 @@ def run(
             result[PLAN_KEY] = _make_plan_entry(
                 gateway_client,
                 failure=failure.to_dict(),
+                unknown=[failure.condition] if failure.condition else [],
                 mentions=_list_requested_refs(gateway_client),
             )
     secrets = find_secrets(params)
@@ -111,6 +114,8 @@ def run(
     is_in_session = params.get("check_run" if check_mode else "approved_plan") is not None
     if is_in_session and gateway_client is not None and gateway_client.session_path:
         masked_result[SESSION_KEY] = gateway_client.session_path
+        if gateway_client.is_planning:
+            masked_result[OPENED_KEY] = [gateway_client.plan_key, gateway_client.plan_opened_at]
     return masked_result
 
 
