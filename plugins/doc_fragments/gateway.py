@@ -44,6 +44,11 @@ options:
       - A name that all tasks of one C(ansible-playbook --check) share. With it, each task sees what the tasks before it
         would have done. The action plugin sets it; do not set it yourself.
     type: str
+  check_sessions:
+    description:
+      - When the plan sessions that the tasks before this one have used were opened, so that the task notices if a
+        gateway has been restarted since. The action plugin sets it; do not set it yourself.
+    type: dict
   approved_plan:
     description:
       - The part of the applied plan that concerns this task. The action plugin sets it; do not set it yourself.

@@ -44,10 +44,13 @@ _REAL_ID_PATTERN = re.compile(r"[0-9a-f]{12}")
 _ID_PATH_PATTERN = re.compile(rf"/({_REAL_ID_PATTERN.pattern}|{_PLANNED_ID_PATTERN.pattern})$")
 _SHORT_PLANNED_ID = PLANNED_ID_PREFIX[:8]
 """How the temporary name of a replaced resource ends if its id is planned; see ``_plan.make_temporary_name``."""
+_TEMPORARY_SUFFIX = re.compile(r"\.old-[0-9a-f]{8}$")
+"""How the temporary name of a replaced resource ends if its id is real."""
 _NEW_MARKER = "new"
 _CONDITIONAL_VERBS = ("rollback", "capture")
 """Verbs of actions that a run may skip, because only the run knows whether the sandbox has diverged."""
 _REMEDY = "this task changed nothing. Make a new plan with a check run"
+_REMEDY_BETWEEN_ACTIONS = "this task did not carry out the action that uses it. Make a new plan with a check run"
 PREDICTED_FAILURE = "the plan predicts that this fails, so the run has not tried it: "
 """The beginning of a message that ends with the predicted failure."""
 
@@ -55,12 +58,15 @@ Entry = Mapping[str, Any]
 """An entry of a plan file, as docs/plans.md describes it."""
 
 
-def compute_object_version(path: str, data: Any, opened_at: str = "", *, is_removed: bool = False) -> str:
+def compute_object_version(
+    path: str, data: Any, opened_at: str = "", *, is_removed: bool = False, is_mounted: bool = False
+) -> str:
     """Return the version of an object or of a list, as ``key=value`` pairs. It is "" if the object does not exist.
 
     ``path``: the path of the object or the list in the API. ``opened_at``: when the plan session began, if there is
     one; the version of a newer volume contains no time, because only the run knows the time. ``is_removed``: whether
-    the task removes the object, so its users matter even if it is a template.
+    the task removes the object, so its users matter even if it is a template. ``is_mounted``: whether the task mounts
+    the volume, or captures or rolls it back with a sandbox, so the other sandboxes that mount it matter.
     """
     if data is None:
         return ""
@@ -83,6 +89,12 @@ def compute_object_version(path: str, data: Any, opened_at: str = "", *, is_remo
     version = f"id={ident} generation={data.get('generation', 0)}"
     if (is_removed or data.get("kind", "template") != "template") and data.get("users") is not None:
         version += " users=" + ",".join(sorted(each["name"] for each in data["users"]))
+    if is_mounted and data.get("mounts") is not None:
+        mounts = [
+            f"{each['sandboxName'] or each['sandboxID']}:{'ro' if each['readonly'] else 'rw'}"
+            for each in data["mounts"]
+        ]
+        version += " mounts=" + ",".join(sorted(mounts))
     return version
 
 
@@ -247,7 +259,23 @@ def _list_objects(entries: Sequence[Entry]) -> dict[str, list[str]]:
         "created": [ident for entry in entries for ident in entry["created"].values()],
         "created_names": sorted(created_names),
         "removed_names": sorted(removed_names),
+        "mounting_names": sorted(_list_mounting_names(changes)),
     }
+
+
+def _list_mounting_names(changes: Iterable[Mapping[str, Any]]) -> set[str]:
+    """Return the names of the sandboxes that the entries of one gateway create or change.
+
+    If others mount a volume in one of them, its generation shows that.
+    """
+    names = set()
+    for change in changes:
+        for view in filter(None, (change["before"], change["after"])):
+            if change["kind"] == SANDBOX:
+                names.update((change["name"], view.get("name", "")))
+            elif change["kind"] == VOLUME:
+                names.update(each["sandbox"] for each in view.get("attachments", ()))
+    return names
 
 
 def _find_task_entries(entries: Sequence[Entry], task_key: Mapping[str, Any]) -> list[tuple[int, Entry]]:
@@ -315,8 +343,9 @@ class Approval:
     name that the task's host had in the check run. ``entries``: the task's entries that this run has not
     used yet, each with its ``number``, including those of hosts that declare the same objects. ``gateways``: for
     each gateway, ``bindings``, the real ids that earlier tasks found for planned ones, and the times at which they
-    created volumes; ``created``, the planned ids that the run itself has to create; and ``created_names`` and
-    ``removed_names``, the objects that the plan creates or removes.
+    created volumes; ``created``, the planned ids that the run itself has to create; ``created_names`` and
+    ``removed_names``, the objects that the plan creates or removes; and ``mounting_names``, the sandboxes that the run
+    may itself cause to mount a volume.
 
     ``read_version``: returns the current version of the object with a path in the API.
     """
@@ -331,6 +360,8 @@ class Approval:
         self._created_ids = frozenset(objects.get("created", ()))
         self._created_names = frozenset(objects.get("created_names", ()))
         self._removed_names = frozenset(objects.get("removed_names", ()))
+        self._mounting_names = frozenset(objects.get("mounting_names", ()))
+        self._approved_entry: Entry | None = None
         self.bindings: dict[str, str] = dict(objects.get("bindings", {}))
 
     def find_entry(
@@ -385,6 +416,7 @@ class Approval:
                 failures.append(failure)
             else:
                 self.bindings = matching.bindings
+                self._approved_entry = {**entry, "actions": planned_actions}
                 return entry, approved_actions
         raise (
             failures[0]
@@ -400,6 +432,23 @@ class Approval:
         needed_actions = _drop_unnecessary_actions(entry["actions"], actions, self.bindings)
         unneeded_actions = [action for action in entry["actions"] if action not in needed_actions]
         return [change["name"] for action in unneeded_actions for change in action["changes"]]
+
+    def check_unchanged_again(self, number: int, reads: Mapping[str, str]) -> None:
+        """Raise Failure if others have changed an object that an approved action uses since ``find_entry``.
+
+        ``number``: the number of approved actions before this one. ``reads``: the new versions of these objects, by
+        path. The run has created or removed none of them since.
+        """
+        if self._approved_entry is None:
+            return
+        # The snapshots of a volume that the earlier actions needed may be gone.
+        entry = {**self._approved_entry, "actions": self._approved_entry["actions"][number:]}
+        try:
+            self._check_unchanged(
+                entry, self._substitute_planned_ids(reads), _Matching(self.bindings, self._created_ids)
+            )
+        except Failure as failure:
+            raise Failure(failure.message.replace(_REMEDY, _REMEDY_BETWEEN_ACTIONS), failure.kind) from None
 
     def check_unchanged(self, reads: Mapping[str, str]) -> None:
         """Raise Failure if a change since the plan was made explains why the task cannot be carried out.
@@ -505,6 +554,22 @@ class Approval:
         if "users" in planned_parts and "users" in actual_parts:
             users = [set(parts["users"].split(",")) - {""} for parts in (planned_parts, actual_parts)]
             self._check_members(f"the users of {_describe_path(path)}", *users, self._created_names)
+        if "mounts" in planned_parts and "mounts" in actual_parts:
+            self._check_mounts(path, planned_parts["mounts"], actual_parts["mounts"])
+
+    def _check_mounts(self, path: str, planned: str, actual: str) -> None:
+        """Compare the sandboxes that mount a volume, which are pairs of a name and ``ro`` or ``rw``.
+
+        It makes no difference if some of them do not mount it any more.
+        """
+        new_mounts = sorted({*actual.split(",")} - {*planned.split(","), ""})
+        names = [each.rpartition(":")[0] for each in new_mounts]
+        # The task of another host may be replacing a sandbox, which then has a temporary name.
+        other_names = [name for name in names if _TEMPORARY_SUFFIX.sub("", name) not in self._mounting_names]
+        if other_names:
+            raise _create_unplanned_error(
+                f"{_describe_path(path)} has been mounted since the plan was made ({', '.join(other_names)})"
+            )
 
     def _describe_disappearance(self, path: str, planned: str, matching: _Matching) -> str:
         """Return why no object has the planned name any more. ``planned``: its version when the plan was made."""
@@ -627,6 +692,19 @@ class _Matching:
         match = re.fullmatch(pattern.replace(re.escape(f".old-{_SHORT_PLANNED_ID}"), r"\.old-[0-9a-f]{8}"), actual)
         return match is not None and all(map(self._bind, planned_ids, match.groups()))
 
+    def _substitute_planned_ids(self, value: Any) -> Any:
+        """Return a value with planned ids in place of the real ids that are bound to them, because a hash covers both.
+
+        ``value``: strings by name, or anything else, which is returned unchanged.
+        """
+        if not isinstance(value, Mapping):
+            return value
+        result = dict(value)
+        for planned_id, real_id in self.bindings.items():
+            if is_planned_id(planned_id):
+                result = {key: text.replace(real_id, planned_id) for key, text in result.items()}
+        return result
+
     def is_pending(self, ident: str) -> bool:
         """Return whether a planned id stands for an object that the run has to create, but has not recorded yet."""
         return ident in self._created_ids and ident not in self.bindings
@@ -658,7 +736,7 @@ class _Matching:
             for number, pair in enumerate(zip(planned, actual)):
                 self.check_value(*pair, f"{place}.{number}")
         elif isinstance(planned, str) and planned.startswith(_HASH_PREFIX):
-            if not _matches_hash(planned, actual):
+            if not _matches_hash(planned, self._substitute_planned_ids(actual)):
                 raise _create_unplanned_error(f"the secrets in {place} differ from those of the plan")
         elif isinstance(planned, str) and isinstance(actual, str):
             if not self.match_text(planned, actual):

@@ -14,7 +14,7 @@ import re
 import socket
 import ssl
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from datetime import datetime, timedelta, timezone
 from email.utils import parsedate_to_datetime
 from typing import Any, NoReturn
@@ -118,6 +118,8 @@ class Client:
         self._has_checked_version = False
         self.plan_id = ""
         """The id of the plan session in which requests are carried out; "" if there is none."""
+        self.plan_key = ""
+        """The ids of the gateway and of the plan session, separated by a slash; "" if there is no session."""
         self.plan_opened_at = ""
         """When the plan session began, in the gateway's notation."""
         self.run_id = ""
@@ -138,10 +140,12 @@ class Client:
             self._connection.close()
             self._connection = None
 
-    def enter_plan(self, run: str, *, wait: bool = True) -> bool:
+    def enter_plan(self, run: str, opened_at: Mapping[str, str] | None = None, *, wait: bool = True) -> bool:
         """Carry out all further requests in the plan session of ``run``, which changes nothing on the host.
 
-        Returns False if the gateway is too old to have plan sessions. ``wait``: whether to wait while there are too
+        Returns False if the gateway is too old to have plan sessions. ``opened_at``: when the sessions that earlier
+        tasks of the run have used were opened, by ``plan_key``. Raises Failure if the session was opened at another
+        time, because it does not contain what those tasks have planned. ``wait``: whether to wait while there are too
         many sessions.
         """
         try:
@@ -151,8 +155,15 @@ class Client:
             if failure.kind in ("too_old", "forbidden"):
                 return False
             raise
-        self.plan_id, self.plan_opened_at = plan["planID"], plan["openedAt"]
         self.gateway_id, self.typical_costs = plan.get("gatewayID") or "", plan.get("typical")
+        key = f"{self.gateway_id}/{plan['planID']}"
+        if (opened_at or {}).get(key, plan["openedAt"]) != plan["openedAt"]:
+            raise Failure(
+                f"the gateway at {self.address.url} was restarted during this check run, so it has forgotten what the "
+                "tasks before this one would have changed: start the check run again",
+                "gone",
+            )
+        self.plan_key, self.plan_id, self.plan_opened_at = key, plan["planID"], plan["openedAt"]
         return True
 
     def enter_run(self, run: str) -> None:

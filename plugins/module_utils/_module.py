@@ -31,6 +31,7 @@ COMMON_ARGUMENTS: dict[str, Any] = {
     "validate_certs": {"type": "bool", "default": True},
     "gateway_timeout": {"type": "int", "default": 300},
     "check_run": {"type": "str"},
+    "check_sessions": {"type": "dict"},
     "predict_only": {"type": "bool", "default": False},
     "approved_plan": {"type": "dict"},
     "is_async": {"type": "bool", "default": False},

@@ -228,7 +228,15 @@ def stringify_values(values: Mapping[str, Any] | None, option: str) -> dict[str,
         return None
     result = {}
     for key, value in values.items():
-        if isinstance(value, (dict, list, tuple)) or value is None:
+        if value is None:
+            # In a check run, the value may be one that only the run can know.
+            with failures_conditional(f"only if {option}.{key} is null in the run, too"):
+                raise Failure(
+                    f"{option}.{key} is null, but must be a string, a number or a boolean. In check mode, the address "
+                    "of a new sandbox is null, for example: use a value that is known before the run, such as the "
+                    "sandbox's id or name, or give it a default for check mode"
+                )
+        if isinstance(value, (dict, list, tuple)):
             raise Failure(f"{option}.{key} must be a string, a number or a boolean")
         if option == "metadata" and str(key).startswith(RESERVED_PREFIX):
             raise Failure(

@@ -10,7 +10,7 @@ A check run applies the plan in a plan session, if the gateway has one. Otherwis
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -23,7 +23,12 @@ from ansible_collections.grove.sandbox.plugins.module_utils._approval import (
     list_own_snapshots,
     make_volume_key,
 )
-from ansible_collections.grove.sandbox.plugins.module_utils._client import Client, quote_segment
+from ansible_collections.grove.sandbox.plugins.module_utils._client import (
+    ID_PATTERN,
+    PAGE_SIZE,
+    Client,
+    quote_segment,
+)
 from ansible_collections.grove.sandbox.plugins.module_utils._failure import Failure, join_failures
 from ansible_collections.grove.sandbox.plugins.module_utils._info import Listing
 from ansible_collections.grove.sandbox.plugins.module_utils._plan import (
@@ -50,7 +55,11 @@ PLAN_KEY = "_plan"
 """The key of a result for the action plugin: the task's entry for the plan file, or its use of the applied plan."""
 SESSION_KEY = "_plan_session"
 """The key of a result for the action plugin: the path of the plan session or applied run that the task has used."""
+OPENED_KEY = "_plan_opened"
+"""The key of a result for the action plugin: the key of the plan session, and when it was opened."""
 _OBJECT_PATHS = ("/sandboxes/", "/snapshots/", "/templates/", "/volumes/")
+_USER_KEYS = ("metadata", "envVars")
+"""The keys in the body of a request whose values can be any text of the user. They name no objects."""
 _REMOVED_KEYS = ("name", "description", "source_sandbox_id", "status", "volumes")
 """The keys with which an entry describes a snapshot that a retention rule removes."""
 _RACE_WAIT_SECONDS = 0.2
@@ -71,7 +80,7 @@ def run(
         gateway_client = gateway_client or connect(params)
         try:
             if check_mode and params.get("check_run"):
-                gateway_client.enter_plan(params["check_run"])
+                gateway_client.enter_plan(params["check_run"], params.get("check_sessions"))
             elif not check_mode and params.get("approved_plan") is not None:
                 _enter_run(gateway_client, params["approved_plan"])
             result = (
@@ -86,7 +95,10 @@ def run(
         result = make_failure_result(failure)
         if check_mode and gateway_client is not None and gateway_client.is_planning and not params.get("predict_only"):
             result[PLAN_KEY] = _make_plan_entry(
-                gateway_client, failure=failure.to_dict(), mentions=_list_requested_refs(gateway_client)
+                gateway_client,
+                failure=failure.to_dict(),
+                unknown=[failure.condition] if failure.condition else [],
+                mentions=_list_requested_refs(gateway_client),
             )
     secrets = find_secrets(params)
     entry = result.pop(PLAN_KEY, None)
@@ -102,6 +114,8 @@ def run(
     is_in_session = params.get("check_run" if check_mode else "approved_plan") is not None
     if is_in_session and gateway_client is not None and gateway_client.session_path:
         masked_result[SESSION_KEY] = gateway_client.session_path
+        if gateway_client.is_planning:
+            masked_result[OPENED_KEY] = [gateway_client.plan_key, gateway_client.plan_opened_at]
     return masked_result
 
 
@@ -152,6 +166,8 @@ class _Run:
         self.planned_actions: list[Action] = []
         """The actions that a plan file contains: all that did not fail, even if a check run does not expect them."""
         self._taken_ids: list[str] = []
+        self._mounted_paths: set[str] = set()
+        """The paths of the volumes that the task mounts, or captures or rolls back with a sandbox."""
 
     def carry_out_task(self) -> dict[str, Any]:
         """Carry out the task. Starts over if another client creates one of its objects at the same time."""
@@ -216,15 +232,14 @@ class _Run:
         """Return the versions of the objects on which the task depends, by path. Call it before the plan is applied."""
         if not self.client.is_planning and self.approval is None:
             return {}
-        needed_paths = {*self._list_own_paths(), *self.resource_kind.list_named_paths(self.want, have)}
+        named_paths = {*self.resource_kind.list_named_paths(self.want, have)}
+        needed_paths = {*self._list_own_paths(), *named_paths}
         removed_paths = set()
         mentioned_texts = {name for names in self.resource_kind.get_result_lists(self.want).values() for name in names}
         for action in plan.actions:
             for change in action.changes:
                 _collect_texts((change.name, change.before, change.after), mentioned_texts)
-                if change.kind == TEMPLATE and change.after is None:
-                    # Only this path has the users of a template.
-                    removed_paths.add(action.request["path"].replace("/templates/", "/snapshots/", 1))
+            removed_paths.update(_list_removed_templates(action))
             _collect_texts(action.request, mentioned_texts)
             if sandbox_id := action.request.get("sandbox"):
                 needed_paths.add(f"/sandboxes/{quote_segment(sandbox_id)}")
@@ -239,11 +254,62 @@ class _Run:
         reads = self._read_versions(needed_paths)
         for path in removed_paths:
             reads[path] = compute_object_version(path, known_objects[path], is_removed=True)
+        self._mounted_paths = {path for path in named_paths if path.startswith("/volumes/")}
+        for path in self._mounted_paths:
+            reads[path] = self._compute_version(path, known_objects.get(path))
         return reads
 
-    def _read_version(self, path: str) -> str:
+    def _compute_version(self, path: str, data: Any, *, is_removed: bool = False) -> str:
+        return compute_object_version(
+            path,
+            data,
+            self.client.plan_opened_at,
+            is_removed=is_removed,
+            is_mounted=path in self._mounted_paths,
+        )
+
+    def _read_version(self, path: str, *, is_removed: bool = False) -> str:
         """Return the version of an object that the plan depends on, even if the task has not read it."""
-        return compute_object_version(path, self.client.find(path))
+        query: dict[str, Any] = {}
+        if path.startswith("/sandboxes/"):
+            query["diverged"] = False  # Otherwise, the guest would write to its disk.
+        elif path.count("/") > 2:
+            query["limit"] = PAGE_SIZE
+        return self._compute_version(path, self.client.find(path, **query), is_removed=is_removed)
+
+    def _compare_again(self, approval: Approval, reads: Mapping[str, str], number: int, action: Action) -> None:
+        """Raise Failure if others have changed an object of an action while the task carried out the earlier ones.
+
+        Sends a request for each object. ``number``: the number of actions before this one. ``reads``: see
+        ``_list_reads``.
+        """
+        if number == 0:
+            return  # The versions have just been compared.
+        body = action.request.get("body") or {}
+        refs: set[str] = set()
+        _collect_texts([change.name for change in action.changes], refs)
+        _collect_texts({**action.request, "body": {key: body[key] for key in body if key not in _USER_KEYS}}, refs)
+        refs.update(text.split("/")[2] for text in [*refs] if text.startswith(_OBJECT_PATHS))
+        removed_paths = _list_removed_templates(action)
+        paths_by_object: dict[tuple[str, str], list[str]] = {}
+        for path, version in reads.items():
+            kind, ref = path.split("/")[1:3]
+            # Those that did not exist are created by this task, or must not exist, which the gateway checks.
+            is_used = (
+                ref in refs or path in removed_paths or (action.verb == "rollback" and path in self._mounted_paths)
+            )
+            if version and is_used:
+                ident = path if path.count("/") > 2 else version.partition(" ")[0]
+                paths_by_object.setdefault((kind, ident), []).append(path)
+        versions: dict[str, str] = {}
+        for paths in paths_by_object.values():
+            # A message about a name says more than one about an id.
+            path = min(
+                paths, key=lambda each: (each not in removed_paths, bool(ID_PATTERN.fullmatch(each.split("/")[2])))
+            )
+            version = self._read_version(path, is_removed=path in removed_paths)
+            versions.update(dict.fromkeys(paths, version))
+        approval.check_unchanged_again(number, versions)
 
     def _list_own_paths(self) -> list[str]:
         """Return the paths of the objects that the task declares."""
@@ -270,7 +336,7 @@ class _Run:
         """Apply a plan if a saved plan contains the same actions on the same objects. Raises Failure if it does not."""
         is_conditional = any(getattr(self.want, option, False) for option in CONDITIONAL_OPTIONS)
         entry, actions = approval.find_entry(plan.actions, reads, self._list_own_paths(), is_conditional=is_conditional)
-        self._apply(actions)
+        self._apply(actions, lambda number, action: self._compare_again(approval, reads, number, action))
         if entry is not None:
             self._refuse_failing(plan.actions, actions, entry)
         new_shapes = self._observe_again(shapes) if self.completed_actions or self.failures else shapes
@@ -386,8 +452,11 @@ class _Run:
         names.update(change.name for action in actions for change in action.changes)
         return sorted(names.union(_list_requested_refs(self.client)))
 
-    def _apply(self, actions: Iterable[Action]) -> None:
-        for action in actions:
+    def _apply(
+        self, actions: Iterable[Action], check: Callable[[int, Action], None] = lambda _number, _action: None
+    ) -> None:
+        """Carry out actions. ``check`` is called with the number of each one before it, and can raise Failure."""
+        for number, action in enumerate(actions):
             names = [change.name for change in action.changes]
             if any(name in self.failures for name in names):
                 continue
@@ -396,6 +465,7 @@ class _Run:
                 continue
             series = self._list_series(action)
             try:
+                check(number, action)
                 failures = self.resource_kind.apply(action, self.client)
             except Failure as failure:
                 failures = dict.fromkeys(names, failure)
@@ -486,6 +556,15 @@ class _Run:
             for name, actions in verbs.items()
             if name
         ]
+
+
+def _list_removed_templates(action: Action) -> set[str]:
+    """Return the path with the users of the template that an action removes. No other path has them."""
+    return {
+        action.request["path"].replace("/templates/", "/snapshots/", 1)
+        for change in action.changes
+        if change.kind == TEMPLATE and change.after is None
+    }
 
 
 def _collect_texts(value: Any, texts: set[str]) -> None:

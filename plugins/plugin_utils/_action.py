@@ -26,7 +26,13 @@ from ansible_collections.grove.sandbox.plugins.module_utils._module import (
     URL_VARIABLE,
     make_argument_spec,
 )
-from ansible_collections.grove.sandbox.plugins.module_utils._run import PLAN_KEY, SESSION_KEY, make_failure_result, run
+from ansible_collections.grove.sandbox.plugins.module_utils._run import (
+    OPENED_KEY,
+    PLAN_KEY,
+    SESSION_KEY,
+    make_failure_result,
+    run,
+)
 from ansible_collections.grove.sandbox.plugins.plugin_utils import _check_run, _plan_journal
 from ansible_collections.grove.sandbox.plugins.plugin_utils._operator import OperatorTask
 from ansible_collections.grove.sandbox.plugins.plugin_utils._plan_journal import load_applied_plan
@@ -143,6 +149,7 @@ class GatewayAction(ActionBase):
         if self._task.check_mode and _check_run.is_check_run():
             # A single task in check mode, within a real run, must see the changes of that run instead.
             args["check_run"] = _check_run.make_run_name()
+            args["check_sessions"] = _check_run.read_openings()
             args["predict_only"] = _is_always_in_check_mode(self._task, self._templar, task_vars)
             # Ansible registers the module's result of an asynchronous task unchanged.
             args["is_async"] = bool(self._task.async_val)
@@ -166,6 +173,9 @@ class GatewayAction(ActionBase):
 
     def _record_session(self, result: dict[str, Any], args: dict[str, Any]) -> None:
         """Record the plan session or applied run that the task has used, so that this host can end it after the run."""
+        opening = result.pop(OPENED_KEY, None)
+        if isinstance(opening, list) and len(opening) == 2 and self._connection.transport != CONNECTION_PLUGIN_NAME:
+            _check_run.record_opening(*opening)
         session = result.pop(SESSION_KEY, None)
         if not isinstance(session, str) and not args.get("is_async"):
             return

@@ -27,6 +27,7 @@ from ansible_collections.grove.sandbox.plugins.module_utils._plan import is_plan
 _MARKER_NAME = "grove.sandbox-plan"
 _SESSION_NAME = "grove.sandbox-session"
 _SESSION_PATTERN = re.compile(r"/(plans|applied-runs)/[0-9a-f]{32}")
+_OPENED_NAME = "grove.sandbox-opened"
 _END_TIMEOUT_SECONDS = 5
 
 
@@ -69,6 +70,36 @@ def _make_marker_path() -> Path:
     return Path(C.DEFAULT_LOCAL_TMP) / _MARKER_NAME
 
 
+def record_opening(key: Any, opened_at: Any) -> None:
+    """Record when a plan session was opened, for ``read_openings``. Only the first record of a session counts.
+
+    ``key``, ``opened_at``: ``Client.plan_key`` and ``Client.plan_opened_at``. Does nothing if they are not strings,
+    because a managed host may have made them up. The file is removed with the run's temporary directory.
+    """
+    if not isinstance(key, str) or not isinstance(opened_at, str) or key in read_openings():
+        return
+    # Other processes of the run write to the file at the same time.
+    descriptor = os.open(_make_openings_path(), os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
+    try:
+        os.write(descriptor, f"{json.dumps([key, opened_at])}\n".encode())
+    finally:
+        os.close(descriptor)
+
+
+def read_openings() -> dict[str, str]:
+    """Return when the plan sessions of this run were opened; see ``Client.enter_plan``."""
+    openings: dict[str, str] = {}
+    with contextlib.suppress(FileNotFoundError):
+        for line in _make_openings_path().read_text(encoding="utf-8").splitlines():
+            key, opened_at = json.loads(line)
+            openings.setdefault(key, opened_at)
+    return openings
+
+
+def _make_openings_path() -> Path:
+    return Path(C.DEFAULT_LOCAL_TMP) / _OPENED_NAME
+
+
 def enter_session(client: Client) -> bool:
     """Carry out all further requests of ``client`` in the plan session of this run. Raises Failure.
 
@@ -77,7 +108,7 @@ def enter_session(client: Client) -> bool:
     if not has_session():
         return False
     try:
-        if not client.enter_plan(make_run_name(), wait=False):
+        if not client.enter_plan(make_run_name(), read_openings(), wait=False):
             return False
     except Failure as failure:
         # There is no room for another session of this key, so no task of this run has one.
@@ -85,6 +116,7 @@ def enter_session(client: Client) -> bool:
             return False
         raise
     record_open_session(client.make_session_reference())
+    record_opening(client.plan_key, client.plan_opened_at)
     return True
 
 
@@ -117,6 +149,7 @@ def record_run_session(gateway: dict[str, Any]) -> None:
         with _gateway_connected(gateway) as client:
             client.enter_plan(make_run_name(), wait=False)
         record_open_session({**gateway, "session": client.session_path})
+        record_opening(client.plan_key, client.plan_opened_at)
 
 
 @contextlib.contextmanager

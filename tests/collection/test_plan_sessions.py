@@ -12,6 +12,7 @@ from ansible_collections.grove.sandbox.plugins.module_utils._client import PLANN
 from ansible_collections.grove.sandbox.plugins.module_utils._run import PLAN_KEY, SESSION_KEY
 
 from sandbox_gateway.engine.plans import sessions
+from sandbox_gateway.engine.plans.open_runs import OpenRuns
 from sandbox_gateway.errors import Forbidden, NotFound
 from tests.api.memory_gateway import ADMIN_KEY, READ_KEY, MemoryGateway
 from tests.collection.runner import Target, Task, check_plan
@@ -168,6 +169,33 @@ def test_sessions_of_ended_runs_make_room_for_new_ones(
     for _ in range(4):
         (result,) = plan_target.play(box, options=("--check",))
         assert result["changed"] and not result.get("failed"), result
+
+
+def test_a_restart_of_the_gateway_ends_the_check_run(
+    plan_gateway: MemoryGateway, plan_target: Target, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A new session under the same id lacks the changes of earlier tasks, and would assign the same ids again."""
+    original_open = sessions.PlanSessions.open
+    owners: list[str] = []
+
+    def open_session(self: sessions.PlanSessions, owner: str, run: str) -> sessions.PlanSession:
+        owners.append(owner)
+        if len(owners) == 2:
+            self._sessions = OpenRuns()  # Sessions are only in memory.
+        return original_open(self, owner, run)
+
+    monkeypatch.setattr(sessions.PlanSessions, "open", open_session)
+    as_module = {"environment": {"SANDBOX_GATEWAY_URL": plan_gateway.unix_url}, "ignore_errors": True}
+    removal = {**make_task("sandbox", name="box", state="absent"), "ignore_errors": True}
+    created, *others = plan_target.play(
+        {**make_task("sandbox", name="box", template="base"), **as_module},
+        removal,
+        {**removal, **as_module},
+        options=("--check",),
+    )
+    assert created["changed"] and len(others) == 2, plan_target.output
+    for result in others:
+        assert "was restarted during this check run" in result["msg"] and result["failure"]["kind"] == "gone", result
 
 
 def list_sessions(gateway: MemoryGateway) -> list[Any]:

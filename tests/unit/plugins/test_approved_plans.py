@@ -19,11 +19,13 @@ from ansible_collections.grove.sandbox.plugins.module_utils._approval import (
     update_state,
 )
 from ansible_collections.grove.sandbox.plugins.module_utils._client import Client
+from ansible_collections.grove.sandbox.plugins.module_utils._failure import Failure
+from ansible_collections.grove.sandbox.plugins.module_utils._plan import Action
 from ansible_collections.grove.sandbox.plugins.module_utils._run import PLAN_KEY
 
 from tests.api.memory_gateway import MemoryGateway
 from tests.api.memory_host import DependentSnapshotsHost
-from tests.unit.plugins.test_plans import run_task
+from tests.unit.plugins.test_plans import RESOURCE_KINDS, run_task
 
 _runs = itertools.count()
 Task = tuple[str, dict[str, Any]]
@@ -110,6 +112,7 @@ ATTACH_TASK = (
 REMOVE_TEMPLATE_TASK = ("template", {"name": ["base"], "state": "absent", "when_unused": True})
 GROW_TASK = ("volume", {"name": ["data"], "size_mb": 256})
 PURGE_TASK = ("volume", {"name": ["data"], "snapshots": [], "purge": True})
+DATA_MOUNT = {"name": "data", "path": "/srv/data"}
 COPY_TASK = ("volume", {"name": ["mine"], "from_snapshot": "data@monday"})
 
 
@@ -496,6 +499,30 @@ def test_planned_ids_stand_for_the_ids_of_the_run(gateway: MemoryGateway, client
     assert apply_task(client, remove_task, *entries, state=state)["changed"]
 
 
+@pytest.mark.parametrize("option", ["env", "metadata"])
+def test_values_may_contain_the_ids_of_objects_that_the_run_creates(
+    gateway: MemoryGateway, client: Client, option: str
+) -> None:
+    create_task = ("sandbox", {"name": ["db"], "template": "base"})
+    capture_task = ("snapshot", {"name": ["db-1"], "sandbox": ["db"]})
+
+    def make_task(*ids: str) -> Task:
+        values = {"PEERS": f"sandbox {ids[0]},snapshot {ids[1]}", "SELF": "web"}
+        return ("sandbox", {"name": ["user"], "template": "base", option: values})
+
+    planned_ids = [f"known-after-apply-{number:04x}" for number in (1, 3)]
+    entries = make_plan(gateway, create_task, capture_task, make_task(*planned_ids))
+    assert [*entries[0]["created"].values(), *entries[1]["created"].values()] == planned_ids
+    state = make_initial_state()
+    database = apply_task(client, create_task, *entries, state=state)["sandbox"]
+    snapshot = apply_task(client, capture_task, *entries, state=state)["snapshot"]
+    for ids in ((snapshot["id"], database["id"]), ("0123456789ab", snapshot["id"])):
+        refused = apply_task(client, make_task(*ids), *entries, state=state)
+        assert refused["failure"]["kind"] == "not_planned" and not refused["changed"], refused
+    result = apply_task(client, make_task(database["id"], snapshot["id"]), *entries, state=state)
+    assert result["changed"], result
+
+
 @pytest.mark.parametrize(
     ("create_task", "remove_task"),
     [
@@ -552,6 +579,158 @@ def test_mounted_volumes_are_compared(gateway: MemoryGateway, client: Client, ta
     before = read_state(client)
     assert "volume 'data' has been replaced" in apply_task(client, task, entry)["msg"]
     assert read_state(client) == before
+
+
+@pytest.mark.parametrize(
+    ("task", "message"),
+    [
+        (("sandbox", {"name": ["mounts"], "template": "base", "volumes": [DATA_MOUNT]}), "mounted since the plan was"),
+        (("fork", {"snapshot": "golden", "names": ["f"], "volumes": [DATA_MOUNT]}), "mounted since the plan was made"),
+        (("fork", {"snapshot": "golden", "names": ["f"]}), ""),
+        (COPY_TASK, ""),
+    ],
+)
+def test_a_volume_that_others_have_mounted_is_not_mounted(
+    gateway: MemoryGateway, client: Client, task: Task, message: str
+) -> None:
+    (entry,) = make_plan(gateway, task)
+    assert run_task(client, "sandbox", {"name": ["other"], "volumes": [DATA_MOUNT]})["changed"]
+    before = read_state(client)
+    result = apply_task(client, task, entry)
+    if not message:
+        assert result["changed"], result
+        return
+    assert f"volume 'data' has been {message}" in result["msg"] and "(other)" in result["msg"], result
+    assert read_state(client) == before
+
+
+def test_hosts_mount_a_volume_in_any_order(gateway: MemoryGateway, client: Client) -> None:
+    mount = {**DATA_MOUNT, "read_only": True}
+    assert run_task(client, "sandbox", {"name": ["old"], "template": "base", "volumes": [mount]})["changed"]
+    tasks = [
+        ("sandbox", {"name": ["new"], "template": "base", "volumes": [mount]}),
+        ("fork", {"snapshot": "golden", "count": 2, "name_prefix": "try", "volumes": [mount]}),
+        ("sandbox", {"name": ["web"], "volumes": [mount]}),
+        ("volume", {"name": ["data"], "attachments": [{"sandbox": "other", "path": "/srv", "read_only": True}]}),
+        ("sandbox", {"name": ["last"], "template": "base", "volumes": [mount]}),
+    ]
+    entries = make_plan(gateway, *tasks)
+    assert run_task(client, "sandbox", {"name": ["old"], "state": "absent"})["changed"]
+    state = make_initial_state()
+    for task in [*reversed(tasks[:3]), tasks[4]]:
+        result = apply_task(client, task, *entries, state=state)
+        assert result["changed"], result
+
+
+TWO_SANDBOXES_TASK = ("sandbox", {"name": ["web", "other"], "metadata": {"team": "red"}})
+
+
+@pytest.mark.parametrize(
+    ("task", "make_drift", "message"),
+    [
+        (
+            ("fork", {"snapshot": "golden", "names": ["try-1"], "exact": True}),
+            make_action("sandbox", name=["fork-1"], metadata={"keep": "me"}),
+            "sandbox 'fork-1' has changed",
+        ),
+        (TWO_SANDBOXES_TASK, make_action("sandbox", name=["other"], timeout=7200), "sandbox 'other' has changed"),
+        (
+            TWO_SANDBOXES_TASK,
+            lambda client: client.patch("/sandboxes/other", {"name": "renamed"}),
+            "sandbox 'other' has been renamed",
+        ),
+        (
+            ("snapshot", {"name": ["new-1", "new-2"], "sandbox": ["web", "other"]}),
+            make_action("sandbox", name=["other"], metadata={"a": "b"}),
+            "sandbox 'other' has changed",
+        ),
+        (
+            ("rollback", {"sandbox": ["other", "web"], "snapshot": "golden", "unless_clean": False}),
+            make_action("fork", snapshot="golden", names=["stranger"]),
+            "the users of snapshot 'golden' have changed since the plan was made (stranger)",
+        ),
+        (
+            ("sandbox", {"name": ["new-1", "new-2"], "template": "base", "volumes": [{**DATA_MOUNT}]}),
+            make_action("sandbox", name=["other"], volumes=[DATA_MOUNT]),
+            "volume 'data' has been mounted since the plan was made (other)",
+        ),
+        (
+            ("volume", {"name": ["spare", "data"], "state": "absent", "purge": True}),
+            lambda client: client.post("/volumes/data/snapshots", {"name": "precious"}),
+            "the snapshots of volume 'data' have changed since the plan was made (data@precious)",
+        ),
+        (
+            ("template", {"name": ["extra", "extra-2"], "state": "absent", "when_unused": True}),
+            make_action("sandbox", name=["stranger"], template="extra-2"),
+            "have changed since the plan was made (stranger)",
+        ),
+    ],
+)
+def test_objects_are_compared_again_before_each_action(
+    gateway: MemoryGateway,
+    client: Client,
+    monkeypatch: pytest.MonkeyPatch,
+    task: Task,
+    make_drift: Callable[[Client], Any],
+    message: str,
+) -> None:
+    """While a task carries out its first action, which can take an hour, others change an object of the second one."""
+    kind = task[0]
+    if kind == "template":
+        gateway.build_template("extra")
+        gateway.build_template("extra-2")
+    run_task(client, "volume", {"name": ["spare"], "size_mb": 64, "snapshots": ["one"]})
+    (entry,) = make_plan(gateway, task)
+    assert len(entry["actions"]) == 2, entry
+    original_apply = RESOURCE_KINDS[kind].apply
+    changed_names: list[str] = []
+    drifted_states: list[str] = []
+
+    def apply(action: Action, task_client: Client) -> dict[str, Failure]:
+        failures = original_apply(action, task_client)
+        changed_names.extend(change.name for change in action.changes)
+        monkeypatch.undo()
+        make_drift(client)
+        drifted_states.append(read_state(client))
+        return failures
+
+    monkeypatch.setattr(RESOURCE_KINDS[kind], "apply", apply)
+    result = apply_task(client, task, entry)
+    assert result["failed"] and result["failure"]["kind"] == "not_planned", result
+    assert message in result["msg"] and "did not carry out the action that uses it" in result["msg"], result
+    assert [each["name"] for each in result["outcomes"] if each["changed"]] == changed_names
+    assert read_state(client) == drifted_states[0]
+
+
+def test_an_object_is_read_again_only_before_a_later_action(
+    gateway: MemoryGateway, client: Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    entries = make_plan(gateway, TWO_SANDBOXES_TASK, TWO_SANDBOXES_TASK)
+    requests: list[tuple[str, str]] = []
+    original_call = Client.call
+
+    def call(self: Client, method: str, path: str, **options: Any) -> Any:
+        requests.append((method, path.partition("/")[2].partition("/")[0]))
+        return original_call(self, method, path, **options)
+
+    monkeypatch.setattr(Client, "call", call)
+    state = make_initial_state()
+    assert apply_task(client, TWO_SANDBOXES_TASK, *entries, state=state)["changed"]
+    first, second = (number for number, (method, _kind) in enumerate(requests) if method == "PATCH")
+    assert requests[first + 1 : second] == [("GET", "sandboxes")]
+    requests.clear()
+    assert not apply_task(client, TWO_SANDBOXES_TASK, *entries, state=state)["changed"]
+    assert requests == [("POST", "applied-runs"), ("GET", "sandboxes")]
+
+
+@pytest.mark.parametrize("option", ["env", "metadata"])
+def test_a_value_that_only_the_run_knows_is_reported_as_such(
+    gateway: MemoryGateway, client: Client, option: str
+) -> None:
+    (entry,) = make_plan(gateway, ("sandbox", {"name": ["new"], "template": "base", option: {"DB": None}}))
+    assert f"{option}.DB is null, but must be a string" in entry["failure"]["message"]
+    assert "the address of a new sandbox is null" in entry["failure"]["message"]
+    assert entry["unknown"] == [f"only if {option}.DB is null in the run, too"]
 
 
 def test_snapshots_of_a_volume_are_compared(gateway: MemoryGateway, client: Client) -> None:

@@ -10,8 +10,11 @@ from typing import Any
 import pytest
 from ansible import constants as C
 from ansible_collections.grove.sandbox.plugins.module_utils._client import Client
+from ansible_collections.grove.sandbox.plugins.module_utils._failure import Failure
 from ansible_collections.grove.sandbox.plugins.plugin_utils import _check_run
 
+from sandbox_gateway.engine.plans.open_runs import OpenRuns
+from sandbox_gateway.engine.plans.sessions import PlanSession, PlanSessions
 from tests.api.memory_gateway import MemoryGateway
 
 MOUNT = {"name": "data", "path": "/srv/data", "readOnly": True}
@@ -45,6 +48,22 @@ def require_machine(gateway: MemoryGateway, sandbox: str) -> set[str]:
         _check_run.require_machine(client, sandbox, check_mode=True)
         assert client.is_planning
         return client.requested_paths
+
+
+def test_a_connection_notices_that_the_gateway_was_restarted(
+    gateway: MemoryGateway, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    require_machine(gateway, "web")
+    original_open = PlanSessions.open
+
+    def restart_and_open(self: PlanSessions, owner: str, run: str) -> PlanSession:
+        self._sessions = OpenRuns()  # Sessions are only in memory.
+        return original_open(self, owner, run)
+
+    monkeypatch.setattr(PlanSessions, "open", restart_and_open)
+    for _ in range(2):
+        with pytest.raises(Failure, match="was restarted during this check run"):
+            require_machine(gateway, "web")
 
 
 @pytest.mark.parametrize("check_mode", [True, False])
