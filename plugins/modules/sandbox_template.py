@@ -155,8 +155,11 @@ attributes:
   check_mode:
     support: partial
     details:
-      - Failures that only the gateway's host can detect are not predicted, namely a O(path) or an O(image)
-        that does not exist, and a build that fails.
+      - Failures that only the run can detect are not predicted, namely a build that fails. If the gateway's host is
+        almost full, check mode can only estimate whether there is room for the build.
+      - A O(path) or an O(image) that does not exist is predicted in C(ansible-playbook --check), but only if the API
+        key has the scope V(admin) or the module uses the gateway's socket. For other keys, the gateway does not read
+        them.
 author:
   - The grove.sandbox authors (@grove-sandbox)
 seealso:

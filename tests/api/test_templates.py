@@ -8,6 +8,7 @@ from typing import Any
 import httpx
 import pytest
 
+from sandbox_gateway.hosts.base import Room
 from tests.api.memory_gateway import MemoryGateway
 
 
@@ -49,6 +50,24 @@ def test_a_build_can_be_followed_to_its_end(memory_gateway: MemoryGateway, api: 
     assert api.get("/templates/made").json()["memoryMB"] == 512
     assert api.delete("/templates/made").status_code == 204
     assert api.get("/templates/made").status_code == 404
+
+
+def test_a_build_without_room_is_refused_and_leaves_nothing(
+    memory_gateway: MemoryGateway, api: httpx.Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    announced = api.post("/v3/templates", json={"name": "announced"}).json()
+    full_room = Room(disk_free=50 << 30, disk_total=100 << 30, memory_free=256 << 20, memory_total=16 << 30)
+    monkeypatch.setattr(memory_gateway.host, "available_room", full_room)
+    refusal = api.post("/templates", json={"name": "large"})
+    assert (refusal.status_code, refusal.json()["kind"]) == (507, "no_space")
+    assert api.get("/templates/large").status_code == 404
+    existing_recipe = api.get("/templates/base").json()["recipe"]
+    assert api.post("/templates", json={"name": "base", **existing_recipe}).status_code == 200
+    route = f"/v2/templates/{announced['templateID']}/builds/{announced['buildID']}"
+    body = {"fromImage": "registry.example/web:1"}
+    assert api.post(route, json=body).status_code == 507
+    monkeypatch.undo()
+    assert api.post(route, json=body).status_code == 202, "the announced build can still be started"
 
 
 def test_a_failed_build_gives_a_reason(api: httpx.Client) -> None:

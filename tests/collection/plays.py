@@ -1,4 +1,4 @@
-"""Generated plays, which run in check mode, and then as planned, against a gateway of any kind."""
+"""Generated plays, which run in check mode, and then with or without their plan, against a gateway of any kind."""
 
 from __future__ import annotations
 
@@ -33,8 +33,12 @@ from tests.unit.plugins.test_plans import SANDBOXES, SNAPSHOTS, VOLUMES, attachm
 PLAYS_VARIABLE = "GROVE_PLAYS"
 """The environment variable for the number of generated plays; see ``read_play_count``."""
 MAX_TASKS = 12
-MAX_PARTIAL_SHARE = 0.05
-"""Bound for the share of plays that are not compared to the end. One of about a hundred plays is such a play."""
+MAX_PARTIAL_SHARE = 0.1
+"""Bound for the share of plays that are not compared to the end.
+
+One of about a hundred plays is such a play, but Hypothesis derives plays from others, so such plays occur in groups. Of
+the first, second and third 300 plays, 5, 16 and 1 were such plays.
+"""
 _MAX_PARTIAL_COUNT_IN_SHORT_RUNS = 2
 """The bound for short runs, in which a share would depend on chance. At least one play must be compared to the end."""
 PlayTask = tuple[str, dict[str, Any]]
@@ -392,6 +396,7 @@ class PlayChecks:
         history: Sequence[PlayTask],
         play: Sequence[Node],
         *,
+        has_approved_plan: bool = False,
         template: str = "base",
         before_run: Callable[[], None] = lambda: None,
         existing_file: Path = Path("/nowhere"),
@@ -400,17 +405,19 @@ class PlayChecks:
 
         At the beginning, the gateway must have only its templates. Returns the entries of the plan. A task may have
         a different outcome only if its entry says that it depends on what the run finds. Then the states also differ,
-        so later tasks are only checked for their outcomes. ``existing_file``: a snapshot that tasks can import.
+        so later tasks are only checked for their outcomes. ``has_approved_plan``: whether the run may only do what was
+        predicted. ``existing_file``: a snapshot that tasks can import.
         """
         with tempfile.TemporaryDirectory() as directory:
             files = PlayFiles(Path(directory), existing_file)
-            return self._check(url, history, play, template, before_run, files)
+            return self._check(url, history, play, has_approved_plan, template, before_run, files)
 
     def _check(
         self,
         url: str,
         history: Sequence[PlayTask],
         play: Sequence[Node],
+        has_approved_plan: bool,
         template: str,
         before_run: Callable[[], None],
         files: PlayFiles,
@@ -425,20 +432,27 @@ class PlayChecks:
             entries = make_entries(predicted)
             uncertain_places = {entry["place"] for entry in entries if any(map(is_condition, entry["unknown"]))}
             before_run()
-            actual = apply_predicted(client, run_client, play, files, entries)
+            actual = (
+                apply_predicted(client, run_client, play, files, entries)
+                if has_approved_plan
+                else run_play(play, files, lambda _place, kind, params: run_task(run_client, kind, params))
+            )
             is_as_predicted = True
-            comparison = PlanComparison(planner.plan_opened_at, self.results, self.states)
+            comparison = PlanComparison(
+                planner.plan_opened_at, self.results, self.states, has_approved_plan=has_approved_plan
+            )
             for place, result in actual.items():
                 outcome = describe_outcome(result)
                 self.tasks[outcome] += 1
                 prediction = predicted.get(place)
                 if prediction is None:
                     # An uncertain task failed or succeeded unexpectedly, so the run takes another way through a block.
-                    assert not is_as_predicted and not result["changed"], (place, result)
+                    assert not is_as_predicted and not (has_approved_plan and result["changed"]), (place, result)
                     continue
                 if place in uncertain_places:
-                    restored_result = restore_predicted_failures(prediction, result)
-                    is_as_predicted &= describe_outcomes(prediction) == describe_outcomes(restored_result)
+                    if has_approved_plan:
+                        result = restore_predicted_failures(prediction, result)
+                    is_as_predicted &= describe_outcomes(prediction) == describe_outcomes(result)
                     self.uncertain_count += 1
                 elif not is_as_predicted and predicted.keys() == actual.keys():
                     assert describe_outcome(prediction) == outcome, (place, prediction, result)

@@ -45,6 +45,7 @@ class Case:
     ``setup_tasks`` set up the case; ``changes`` then modify the setup, as (change, name of the target).
     ``repeated_actions`` says which actions a second run still performs, and why. ``error_kind`` is the kind of an error
     that both check mode and the run report; ``unpredicted_error`` is the kind of an error that only the run reports.
+    ``needs_session``: whether only a check run predicts the error, and not the keyword ``check_mode`` in a real run.
     """
 
     module: str
@@ -55,6 +56,7 @@ class Case:
     repeated_actions: str = ""
     error_kind: str = ""
     unpredicted_error: str = ""
+    needs_session: bool = False
 
     def list_covered_items(self) -> set[tuple[str, str, str]]:
         """Return the states and options that this case covers, as (module, "state" or "option", value or name)."""
@@ -162,7 +164,8 @@ TEMPLATE_CASES = (
          {"name": "%web", "from": "debootstrap", "suite": "trixie", "mirror": "http://mirror.example/debian"}),
     Case("sandbox_template", "from: rootfs", {"name": "%web", "from": "rootfs", "path": TARBALL_PATH}),
     Case("sandbox_template", "from: rootfs, with a missing path",
-         {"name": "%web", "from": "rootfs", "path": "/nowhere/rootfs.tar"}, unpredicted_error="invalid"),
+         {"name": "%web", "from": "rootfs", "path": "/nowhere/rootfs.tar"}, error_kind="invalid",
+         needs_session=True),
     Case("sandbox_template", "from: image", {"name": "%web", "from": "image", "image": "registry.example/web:1"}),
     Case("sandbox_template", "recipe whose build fails", {"name": "%web", "setup": ["fail"]},
          unpredicted_error="backend_failed"),

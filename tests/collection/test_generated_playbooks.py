@@ -1,6 +1,7 @@
-"""Test, with generated playbooks, that loops, blocks, rescues, includes and failures are predicted, and run as planned.
+"""Test, with generated playbooks, that loops, blocks, rescues, includes and failures are predicted.
 
-The playbooks run on one host or on two, which declare the same objects, in parallel or one after the other (`serial`).
+Half of the playbooks run with the plan of their check run, the others without it. The playbooks run on one host or on
+two, which declare the same objects, in parallel or one after the other (`serial`).
 """
 
 from __future__ import annotations
@@ -112,14 +113,13 @@ def gateway(tmp_path_factory: pytest.TempPathFactory) -> Iterator[MemoryGateway]
     gateway.end()
 
 
-def test_generated_playbooks_run_as_planned(
-    gateway: MemoryGateway, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+@pytest.mark.parametrize("has_approved_plan", [False, True], ids=["without the plan", "with the plan"])
+def test_generated_playbooks_run_as_predicted(gateway: MemoryGateway, tmp_path: Path, has_approved_plan: bool) -> None:
     target, plan_path = Target(gateway.unix_url, tmp_path), tmp_path / "plan.json"
     results, states, outcomes = Counts(), Counts(), Counter[str]()
 
     @settings(
-        max_examples=1 + read_play_count(2, long_run_count=40),
+        max_examples=1 + read_play_count(1, long_run_count=20),
         deadline=None,
         phases=[Phase.generate],
         suppress_health_check=list(HealthCheck),
@@ -141,14 +141,15 @@ def test_generated_playbooks_run_as_planned(
             predicted = target.run(play, options=("--check", *_OPTIONS), environment=environment)
         assert json.loads(plan_path.read_text())["problems"] == [], target.output
         planner, client = find_session(gateway.unix_url), Client(gateway.unix_url)
-        actual = target.run(play, options=_OPTIONS, environment={"GROVE_SANDBOX_APPLY": str(plan_path)})
+        apply_environment = {"GROVE_SANDBOX_APPLY": str(plan_path)} if has_approved_plan else {}
+        actual = target.run(play, options=_OPTIONS, environment=apply_environment)
         try:
-            comparison = PlanComparison(planner.plan_opened_at, results, states)
+            comparison = PlanComparison(planner.plan_opened_at, results, states, has_approved_plan=has_approved_plan)
             assert len(predicted) == len(actual), target.output
             for number, (prediction, result) in enumerate(zip(predicted, actual, strict=True)):
                 comparison.check_result(prediction, result, f"result {number}")
                 outcomes[describe_result(result)] += 1
-            for run in client.get("/applied-runs"):  # none if the run had nothing to apply
+            for run in client.get("/applied-runs"):  # none without a plan, or if the run had nothing to apply
                 client.run_id = run["runID"]
             comparison.check_state(lambda: read_state(planner), lambda: read_state(client))
         finally:
@@ -159,8 +160,7 @@ def test_generated_playbooks_run_as_planned(
                 each.close()
 
     check()
-    with capsys.disabled():
-        print(f"\nplaybooks: {dict(outcomes)}\nresults of tasks: {results}\nstates of gateways: {states}")
+    print(f"playbooks: {dict(outcomes)}\nresults of tasks: {results}\nstates of gateways: {states}")
     assert outcomes["failed"] and outcomes["changed"], outcomes
     results.check_unknown_share()
     states.check_unknown_share()

@@ -24,7 +24,7 @@ from sandbox_gateway.records import VolumeSnapshot
 from tests.api import memory_host
 from tests.api.memory_gateway import MemoryGateway
 from tests.collection.predictions import CASES, RESOURCE_KINDS, Case, insert_prefix, make_task
-from tests.collection.runner import Result, Target, check_prediction
+from tests.collection.runner import Result, Target, check_plan, check_prediction
 from tests.support import session
 from tests.support.session import REPOSITORY
 
@@ -36,18 +36,23 @@ MAX_DIFF_LINES = 60
 
 @dataclass(frozen=True)
 class CaseResults:
-    """The results of a case in check mode, in the run, and in a second run."""
+    """The results of a case in a check run, with the keyword ``check_mode``, in the run, and in a second run."""
 
     case: Case
     prefix: str
     predicted: Result
+    predicted_alone: Result
     actual: Result
     repeated: Result
 
 
 @pytest.fixture(scope="module")
 def results_by_case(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[Case, CaseResults]]:
-    """The results of all cases. One play sets up the cases, and another runs each task three times."""
+    """The results of all cases.
+
+    One play sets up the cases. Another runs in check mode, with one task for each case. The last one runs each task
+    three times, first with the keyword ``check_mode``, so that it has no plan session.
+    """
     root = tmp_path_factory.mktemp("predictions")
     session.get_run_path().mkdir(parents=True, exist_ok=True)
     gateway = MemoryGateway(root, ShellHost(), log={"level": "warning"})
@@ -63,14 +68,12 @@ def results_by_case(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[C
         for case in CASES:
             for change, name in case.changes:
                 change_setup(gateway, target, change, insert_prefix(name, prefixes[case]))
-        task_runs = [
-            {**make_task(case.module, case.options, prefixes[case]), **keywords}
-            for case in CASES
-            for keywords in ({"check_mode": True}, {}, {})
-        ]
+        tasks = [make_task(case.module, case.options, prefixes[case]) for case in CASES]
+        predicted = target.play(*tasks, options=("--check", "--diff"))
+        task_runs = [{**task, **keywords} for task in tasks for keywords in ({"check_mode": True}, {}, {})]
         results = target.play(*task_runs, options=("--diff",))
         yield {
-            case: CaseResults(case, prefixes[case], *results[3 * number : 3 * number + 3])
+            case: CaseResults(case, prefixes[case], predicted[number], *results[3 * number : 3 * number + 3])
             for number, case in enumerate(CASES)
         }
     finally:
@@ -135,13 +138,16 @@ def prevent_snapshot_removal(gateway: MemoryGateway, name: str) -> None:
 def test_check_mode_predicts_the_run_and_a_second_run_changes_nothing(
     case: Case, results_by_case: dict[Case, CaseResults]
 ) -> None:
-    predicted, actual, repeated = (
-        results_by_case[case].predicted,
-        results_by_case[case].actual,
-        results_by_case[case].repeated,
+    results = results_by_case[case]
+    predicted, predicted_alone, actual, repeated = (
+        results.predicted,
+        results.predicted_alone,
+        results.actual,
+        results.repeated,
     )
     if case.unpredicted_error:
-        assert predicted["changed"] and not predicted.get("failed"), predicted
+        for prediction in (predicted, predicted_alone):
+            assert prediction["changed"] and not prediction.get("failed"), prediction
         assert actual["failed"] and actual["failure"]["kind"] == case.unpredicted_error, actual
         assert not actual["changed"], actual
         return
@@ -150,11 +156,15 @@ def test_check_mode_predicts_the_run_and_a_second_run_changes_nothing(
     for result in (predicted, actual, repeated):
         assert bool(result.get("failed")) is bool(case.error_kind), result
         assert result.get("failure", {}).get("kind") == actual.get("failure", {}).get("kind")
-    assert predicted.get("msg") == actual.get("msg")
-    if case.module.endswith("_info"):
-        assert predicted == actual == repeated and not actual["changed"]
+    check_plan(predicted, actual, case.title)
+    if case.needs_session:
+        assert predicted_alone["changed"] and not predicted_alone.get("failed"), predicted_alone
         return
-    check_prediction(predicted, actual)
+    assert predicted_alone.get("msg") == actual.get("msg")
+    if case.module.endswith("_info"):
+        assert predicted_alone == actual == repeated and not actual["changed"]
+        return
+    check_prediction(predicted_alone, actual)
     assert repeated["changed"] is bool(case.repeated_actions), repeated
     if not case.repeated_actions:
         assert repeated["diff"] == {"before": {}, "after": {}}
@@ -192,10 +202,13 @@ def test_the_page_matches_the_results(results_by_case: dict[Case, CaseResults]) 
 PAGE_HEAD = f"""# Check mode and real runs
 
 [tests/collection/test_predictions.py](../tests/collection/test_predictions.py) runs every state and option of every
-module three times: in check mode, then for real, and then for real again.
+module four times: in `ansible-playbook --check`, in a real run with the keyword `check_mode: true`, then for real, and
+then for real again.
 
 * The columns *check mode* and *run* show the actions that the result lists in `outcomes`. If both columns are the same,
   the prediction was right. The test then also compares the diff and every value that can be known in advance.
+* The column *check mode* shows the check run. The prediction with the keyword is the same, unless the
+  [last section](#the-keyword-check_mode) lists it.
 * The column *again* shows the second real run.
 * A single `-` means that there was no action.
 * A refusal is shown as its `failure.kind`. With `continue_on_error`, the module still handles the other names.
@@ -206,15 +219,24 @@ This page also shows the exceptions:
 
 * Two modules are not idempotent with certain options: `sandbox_volume` with `rollback_to` and `sandbox_rollback` with
   `unless_clean: false` roll back on every run.
-* Check mode does not predict failures whose cause only the host can find: the `path` of a template does not exist, a
-  build fails, or a jail host must keep a snapshot of a volume because another program has cloned it. In these cases,
-  the real run fails and changes nothing.
+* Check mode does not predict failures whose cause only the host can find: a build fails, or a jail host must keep a
+  snapshot of a volume because another program has cloned it. In these cases, the real run fails and changes nothing.
+* Only with an API key that has the scope `admin`, or through the gateway's socket, does check mode predict that the
+  `path` or the `image` of a template does not exist.
 * Check mode does not know which files and directories earlier tasks of the run create. If `import_from` does not
   exist, check mode refuses the task, and the plan lists as unknown whether an earlier task writes the file. If the
   directory of `export_to` does not exist, the real run fails and changes nothing.
 
 The test generates this page: `{WRITE_PAGE_COMMAND}`.
 It fails if its results differ from the page.
+"""
+
+
+KEYWORD_SECTION = """## The keyword check_mode
+
+A task with the keyword `check_mode: true` in a real run uses no [plan session](plans.md#how-it-works). It is predicted
+on its own, without the failures that only the gateway can find, for example because there is no room for a machine. In
+these cases, the prediction differs from that of a check run:
 """
 
 
@@ -225,6 +247,12 @@ def format_page(results_by_case: dict[Case, CaseResults]) -> str:
         lines += [f"## {module}", "", table_header, "|---|---|---|---|---|"]
         lines += [format_row(case_results) for case, case_results in results_by_case.items() if case.module == module]
         lines.append("")
+    lines += [KEYWORD_SECTION]
+    lines += [
+        f"* `{results.case.module}`, {results.case.title}: {format_actions(results.predicted_alone, results.prefix)}"
+        for results in results_by_case.values()
+        if format_actions(results.predicted_alone, results.prefix) != format_actions(results.predicted, results.prefix)
+    ]
     return "\n".join(lines).rstrip() + "\n"
 
 

@@ -49,8 +49,14 @@ def busy_gateway(request: pytest.FixtureRequest) -> Iterator[tuple[Gateway, str]
             yield gateway, JAIL_TEMPLATE
 
 
+@pytest.mark.parametrize(
+    "has_approved_plan",
+    # How plans are applied does not depend on the host.
+    [False, pytest.param(True, marks=pytest.mark.slow)],
+    ids=["without the plan", "with the plan"],
+)
 def test_a_plan_predicts_a_whole_play_on_real_machines(
-    busy_gateway: tuple[Gateway, str], capsys: pytest.CaptureFixture[str]
+    busy_gateway: tuple[Gateway, str], has_approved_plan: bool
 ) -> None:
     gateway, template = busy_gateway
     checks = PlayChecks()
@@ -65,7 +71,7 @@ def test_a_plan_predicts_a_whole_play_on_real_machines(
         return template if value == "base" else value
 
     @settings(
-        max_examples=1 + read_play_count(1, long_run_count=40),
+        max_examples=1 + read_play_count(1, long_run_count=20),
         deadline=None,
         phases=[Phase.generate],  # do not shrink failing plays, which would take hours
         report_multiple_bugs=False,
@@ -75,11 +81,16 @@ def test_a_plan_predicts_a_whole_play_on_real_machines(
     @skip_first
     def check(history: list[PlayTask], play: list[Node]) -> None:
         try:
-            checks.check(gateway.url, replace_base(history), replace_base(play), template=template)
+            checks.check(
+                gateway.url,
+                replace_base(history),
+                replace_base(play),
+                has_approved_plan=has_approved_plan,
+                template=template,
+            )
         finally:
             empty_gateway(gateway.url)
 
     check()
-    with capsys.disabled():
-        print(f"\n{checks}")
+    print(checks)
     checks.check_shares()

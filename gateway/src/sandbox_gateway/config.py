@@ -280,7 +280,7 @@ class Limits(_Section):
     free_memory_mb: int = Field(
         256,
         ge=0,
-        description="Host memory, in MiB, that forks and clones must leave free. Each new machine counts as 64 "
+        description="Host memory, in MiB, that forks, clones and builds must leave free. Each new machine counts as 64 "
         "MiB. A request that would leave less is refused (507). 0: no reserve.",
     )
 

@@ -45,10 +45,14 @@ class TemplateBuilder:
         self._room = room
         self._build_files = build_files
 
+    async def require_room(self) -> None:
+        """Raise NoSpace if the host has no room for the machine of a build."""
+        await self._room.require_room_for_machines(1)
+
     async def build(self, build: Build, recipe: Recipe) -> Snapshot:
         """Build a template without a name, and write its log to ``build``."""
         host = self._host
-        await self._room.require_room_for_machines(1)
+        await self.require_room()
         base = Snapshot(kind=SnapshotKind.BASE, resources=recipe.resources)
         image_command = await host.build_base(base, recipe, build.source_digest, build.log)
         try:

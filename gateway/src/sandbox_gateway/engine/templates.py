@@ -73,11 +73,15 @@ class Templates:
         """Build a template in the background. If a template with this name and recipe exists, return its build.
 
         ``prewarm``: the number of forks to keep ready. None: 0 for a new template, unchanged for an existing one.
+        Raises NoSpace if the host has no room for the machine of the build.
         """
         require_valid_name(name)
         self._prewarm.check_count(self._context.host.abilities.memory, prewarm or 0)
         digest_of_source = await self._digest_source(recipe)
         digest = recipe.compute_digest(await self.compute_guest_digest(), digest_of_source)
+        if self._find_running_build(name, digest) is None and self._find_template(name, digest) is None:
+            # A refused build, unlike one that fails, leaves nothing behind, also in a plan session.
+            await self._builder.require_room()
         if (running_build := self._find_running_build(name, digest)) is not None:
             running_build.prewarm = running_build.prewarm if prewarm is None else prewarm
             return running_build
@@ -120,6 +124,7 @@ class Templates:
         self._build_files.require_archives(recipe.setup)
         digest_of_source = await self._digest_source(recipe)
         digest = recipe.compute_digest(await self.compute_guest_digest(), digest_of_source)
+        await self._builder.require_room()
         if self._announced_builds.pop(build_id, None) is None:
             raise Conflict(f"build {build_id!r} has already been started: request a new build")
         build.digest, build.source_digest, build.recipe = digest, digest_of_source, _canonicalize_recipe(recipe)
