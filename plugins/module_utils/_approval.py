@@ -239,17 +239,17 @@ def _list_objects(entries: Sequence[Entry]) -> dict[str, list[str]]:
     changes = [change for entry in entries for action in entry["actions"] for change in action["changes"]]
     created_names = {change["name"] for change in changes if change["before"] is None}
     removed_names = {change["name"] for change in changes if change["after"] is None}
-    # The gateway can list a sandbox that is rolled back as a user of the snapshot. The run may omit the rollback.
-    rolled_back_names = {
+    # A sandbox that is rolled back or replaced can become a user of another snapshot. The run may omit a rollback.
+    moved_names = {
         change["after"]["name"]
         for entry in entries
         for action in entry["actions"]
-        if action["verb"] == "rollback"
+        if action["verb"] in ("rollback", "replace")
         for change in action["changes"]
         if change["kind"] == SANDBOX
     }
-    created_names |= rolled_back_names
-    removed_names |= rolled_back_names
+    created_names |= moved_names
+    removed_names |= moved_names
     for change in changes:
         if change["kind"] == VOLUME:
             before, after = (list_own_snapshots(change["name"], change[key]) for key in ("before", "after"))

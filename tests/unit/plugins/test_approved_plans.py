@@ -702,6 +702,15 @@ def test_objects_are_compared_again_before_each_action(
     assert read_state(client) == drifted_states[0]
 
 
+def test_a_task_replaces_several_sandboxes_from_one_snapshot(gateway: MemoryGateway, client: Client) -> None:
+    """Its first action changes the users of the snapshot, which are compared again before the second one."""
+    task = ("sandbox", {"name": ["web", "other"], "snapshot": "golden", "recreate": True})
+    (entry,) = make_plan(gateway, task)
+    assert [action["verb"] for action in entry["actions"]] == ["replace", "replace"], entry
+    result = apply_task(client, task, entry)
+    assert not result.get("failed") and [each["changed"] for each in result["outcomes"]] == [True, True], result
+
+
 def test_an_object_is_read_again_only_before_a_later_action(
     gateway: MemoryGateway, client: Client, monkeypatch: pytest.MonkeyPatch
 ) -> None:
