@@ -25,7 +25,7 @@ from tests.sdk.conftest import HERE, Server
 from tests.support import packages, session
 from tests.support.session import REPOSITORY
 
-_TIMEOUT_SECONDS = 600
+_TIMEOUT_SECONDS = 1800
 _SAMPLE = (("jail_zfs", OLDEST), ("jail_zfs", NEWEST))
 """The combinations that complete runs of the tests contain."""
 _COMBINATIONS = [("jail_zfs", name) for name in SETS] + [("kvm_xfs", name) for name in (OLDEST, NEWEST)]
