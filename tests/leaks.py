@@ -49,7 +49,7 @@ class Inventory:
 def should_check(config: pytest.Config) -> bool:
     """Return whether to check for leftovers. Only root can create leftovers, and only the main process checks."""
     session.get_run_id()
-    return os.geteuid() == 0 and not hasattr(config, "workerinput") and not config.option.collectonly
+    return os.geteuid() == 0 and not session.STARTED_BY_RUN and not config.option.collectonly
 
 
 def take_inventory() -> Inventory:

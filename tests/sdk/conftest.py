@@ -12,6 +12,7 @@ import pytest
 from sandbox_gateway.hosts.base import Abilities
 from sandbox_gateway.hosts.jail_zfs.host import JailZfsHost
 from sandbox_gateway.hosts.kvm_xfs.host import KvmXfsHost
+from tests.sdk import client_sets
 from tests.support import session
 from tests.support.gateway import TEMPLATE, Gateway
 from tests.support.world_gateway import world_gateway
@@ -22,16 +23,20 @@ DOMAIN = "sandbox.test"
 HERE = Path(__file__).parent
 HTTP = httpx.Client(timeout=60, limits=httpx.Limits(max_keepalive_connections=0))
 """A client whose timeout suffices on a busy machine. Each request has its own connection."""
-SHARED_FILES = ("test_cubesandbox.py", "test_load.py")
+_HOSTS = {"kvm_xfs": KvmXfsHost, "jail_zfs": JailZfsHost}
+SHARED_FILES = ("test_clients.py", "test_cubesandbox.py", "test_load.py")
 
 
 @dataclass(frozen=True)
 class Server:
-    """A gateway as a client sees it. ``template`` is the name of a template with bash and python3."""
+    """A gateway as a client sees it. ``template`` is the name of a template with bash and python3.
+
+    ``gateway`` is None if another process runs the gateway (test_clients.py).
+    """
 
     kind: str
     abilities: Abilities
-    gateway: Gateway
+    gateway: Gateway | None
     port: int
     template: str
     key: str = KEY
@@ -52,17 +57,23 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(scope="session", params=["kvm_xfs", "jail_zfs"])
 def server(request: pytest.FixtureRequest) -> Iterator[Server]:
+    if running_server := client_sets.get_running_server():
+        client_sets.check_imported_releases()
+        kind, port, template = running_server
+        assert kind == request.param
+        yield Server(kind, _HOSTS[kind].abilities, None, port, template)
+        return
     port = session.allocate_port()
     server_section = {"listen": f"127.0.0.1:{port}", "key_file": str(_write_keys()), "domain": DOMAIN}
     if request.param == "kvm_xfs":
         gateway = request.getfixturevalue("seeded_gateways")({"server": server_section})
-        yield Server("kvm_xfs", KvmXfsHost.abilities, gateway, port, TEMPLATE)
+        yield Server("kvm_xfs", _HOSTS["kvm_xfs"].abilities, gateway, port, TEMPLATE)
     else:
         world = request.getfixturevalue("jail_zfs_world")
         directory = session.get_run_dir() / "sdk"
         directory.mkdir()
         with world_gateway(world, directory, server=server_section) as gateway:
-            yield Server("jail_zfs", JailZfsHost.abilities, gateway, port, JAIL_TEMPLATE)
+            yield Server("jail_zfs", _HOSTS["jail_zfs"].abilities, gateway, port, JAIL_TEMPLATE)
 
 
 @pytest.fixture

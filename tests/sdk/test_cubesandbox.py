@@ -10,7 +10,7 @@ from typing import Any
 
 import cubesandbox
 import pytest
-from cubesandbox import NEVER_TIMEOUT, Config, Sandbox, Template, Volume, VolumeMount
+from cubesandbox import NEVER_TIMEOUT, Config, Sandbox, Template, Volume
 from cubesandbox._exceptions import AuthenticationError
 
 from tests.sdk.conftest import HTTP, Server
@@ -62,6 +62,7 @@ def create_sandbox() -> Iterator[CreateSandbox]:
         sandbox.__exit__()
 
 
+@pytest.mark.core
 @covers("Sandbox.create", "Sandbox.get_info", "Sandbox.kill", "Sandbox.close", "Sandbox.get_host", "Sandbox.health")
 def test_a_sandbox_can_be_created_and_killed(server):
     assert Sandbox.health()["status"] == "ok"
@@ -70,9 +71,8 @@ def test_a_sandbox_can_be_created_and_killed(server):
         assert sandbox.get_host(80) == f"80-{sandbox.sandbox_id}.{server.domain}"
         assert sandbox.commands.run('echo "$GREETING"').stdout == "hello\n"
         info = sandbox.get_info()
-        assert (info.sandbox_id, info.name, info.state) == (sandbox.sandbox_id, server.template, "running")
-        assert (info.metadata, info.cpu_count, info.memory_mb) == ({"team": "red"}, 1, 256)
-        assert (info.end_at - info.started_at).total_seconds() == pytest.approx(600, abs=60)
+        assert (info["sandboxID"], info["alias"], info["state"]) == (sandbox.sandbox_id, server.template, "running")
+        assert (info["metadata"], info["cpuCount"], info["memoryMB"]) == ({"team": "red"}, 1, 256)
     finally:
         sandbox.kill()
         sandbox.close()
@@ -82,6 +82,7 @@ def test_a_sandbox_can_be_created_and_killed(server):
         sandbox.kill()
 
 
+@pytest.mark.core
 @covers("Sandbox.connect", "Sandbox.list", "Sandbox.list_v2", "Sandbox.set_timeout", note="a timeout of -1 means none")
 def test_sandboxes_can_be_connected_and_listed(create_sandbox):
     sandbox = create_sandbox()
@@ -90,21 +91,29 @@ def test_sandboxes_can_be_connected_and_listed(create_sandbox):
     for sandboxes in (Sandbox.list(), Sandbox.list_v2()):
         assert sandbox.sandbox_id in [each["sandboxID"] for each in sandboxes]
     sandbox.set_timeout(NEVER_TIMEOUT)
-    assert sandbox.get_info().end_at.year == 9999
+    assert sandbox.get_info()["endAt"].startswith("9999-")
     sandbox.set_timeout(0)
     wait_until(lambda: sandbox.sandbox_id not in [each["sandboxID"] for each in Sandbox.list()])
     with pytest.raises(cubesandbox.SandboxNotFoundError):
         Sandbox.connect("0" * 12)
+
+
+@covers("Sandbox.connect", "Sandbox.get_info")
+def test_times_are_dates(create_sandbox):
+    sandbox = create_sandbox(timeout=600)
+    info = sandbox.get_info()
+    assert (info.end_at - info.started_at).total_seconds() == pytest.approx(600, abs=60)
     with pytest.raises(cubesandbox.ApiError):
-        Sandbox.connect(create_sandbox().sandbox_id, timeout=0)
+        Sandbox.connect(sandbox.sandbox_id, timeout=0)
 
 
+@pytest.mark.core
 @covers("Sandbox.pause", "Sandbox.resume")
 def test_a_paused_sandbox_can_be_resumed(create_sandbox):
     sandbox = create_sandbox()
     sandbox.files.write("/root/note", "kept")
     sandbox.pause()
-    assert sandbox.get_info().state == "paused"
+    assert sandbox.get_info()["state"] == "paused"
     with pytest.raises(cubesandbox.ApiError) as error_info:
         sandbox.pause()
     assert error_info.value.status_code == 409
@@ -120,6 +129,7 @@ def test_traffic_resumes_a_sandbox_that_paused_at_its_timeout(create_sandbox):
     assert sandbox.commands.run("echo up").stdout == "up\n"
 
 
+@pytest.mark.core
 @covers("Sandbox.run_code")
 def test_code_keeps_state_and_returns_results(shared_sandbox):
     output: list[str] = []
@@ -133,15 +143,18 @@ def test_code_keeps_state_and_returns_results(shared_sandbox):
     assert shared_sandbox.run_code("echo $((1+1))", language="bash").logs.stdout == ["2\n"]
 
 
+@pytest.mark.core
 @covers("Commands.run")
 def test_commands_return_output_and_exit_code(shared_sandbox):
     result = shared_sandbox.commands.run("echo out; echo err >&2; pwd; echo $A; exit 3", cwd="/etc", envs={"A": "b"})
     assert (result.stdout, result.stderr, result.exit_code) == ("out\n/etc\nb\n", "err\n", 3)
     assert shared_sandbox.commands.run("seq 100000", timeout=60).stdout.endswith("\n100000\n")
-    with pytest.raises((RuntimeError, cubesandbox.CubeSandboxError), match=r"deadline|time"):
+    # Older releases do not hide the exception of the e2b client, if that is installed.
+    with pytest.raises(Exception, match=r"deadline|time"):
         shared_sandbox.commands.run("sleep 600.3", timeout=1)
 
 
+@pytest.mark.core
 @covers(
     "Filesystem.write",
     "Filesystem.read",
@@ -217,6 +230,7 @@ def test_terminals_can_be_used_resized_and_killed(shared_sandbox):
     assert third_handle.kill()
 
 
+@pytest.mark.core
 @covers("Sandbox.create_snapshot", "Sandbox.list_snapshots", "Sandbox.delete_snapshot")
 def test_snapshots_can_be_listed_and_deleted(create_sandbox):
     sandbox, name = create_sandbox(), f"name-{uuid.uuid4().hex[:8]}"
@@ -247,6 +261,7 @@ def test_a_snapshot_in_use_is_hidden(create_sandbox):
         create_sandbox(snapshot.snapshot_id)
 
 
+@pytest.mark.core
 @covers("Sandbox.rollback")
 def test_a_sandbox_object_works_after_a_rollback(server, create_sandbox):
     """The object also works after a rollback to a missing snapshot, which fails."""
@@ -269,6 +284,7 @@ def test_a_sandbox_object_works_after_a_rollback(server, create_sandbox):
     assert sandbox.files.read("/root/note") == "before"
 
 
+@pytest.mark.core
 @pytest.mark.parametrize("concurrency", [1, 4])
 @covers("Sandbox.clone", note="sequential and concurrent; the snapshot is removed with the last clone")
 def test_clones_are_independent_copies(server, create_sandbox, concurrency):
@@ -325,7 +341,7 @@ def test_volumes_are_shared_between_sandboxes(create_sandbox):
         assert volume.volume_id in [each.volume_id for each in Volume.list()]
         assert Volume.get_info(volume.volume_id).name == Volume.connect(volume.name).name
         writer = create_sandbox(volume_mounts={"/data": volume})
-        reader = create_sandbox(volume_mounts={"/data": VolumeMount(volume, read_only=True)})
+        reader = create_sandbox(volume_mounts={"/data": cubesandbox.VolumeMount(volume, read_only=True)})
         writer.files.write("/data/note", "shared")
         wait_until(lambda: reader.files.exists("/data/note"))
         assert reader.files.read("/data/note") == "shared"

@@ -35,6 +35,7 @@ def sandbox(server) -> Iterator[Sandbox]:
     sandbox.kill()
 
 
+@pytest.mark.core
 @covers("Sandbox.run_code")
 def test_code_keeps_state_and_returns_results(sandbox):
     assert sandbox.run_code("x = 20").text is None
@@ -85,6 +86,7 @@ def test_a_dead_kernel_is_reported_and_restarted(sandbox):
     assert sandbox.run_code("1 + 1").text == "2"
 
 
+@pytest.mark.core
 @covers("Sandbox.run_code", note="`language` is python or bash")
 def test_bash_keeps_state_between_runs(sandbox):
     sandbox.run_code("here=kept; cd /etc", language="bash")
@@ -95,6 +97,7 @@ def test_bash_keeps_state_between_runs(sandbox):
         sandbox.run_code("1", language="cobol")
 
 
+@pytest.mark.core
 @covers(
     "Sandbox.create_code_context",
     "Sandbox.list_code_contexts",
@@ -122,6 +125,7 @@ def test_large_output_is_complete(sandbox):
     assert text.endswith("\n99999\n") and text.count("\n") == 100_000
 
 
+@pytest.mark.core
 @pytest.mark.usefixtures("requires_memory")
 def test_memory_survives_snapshot_fork_and_pause(server):
     sandbox = Sandbox.create(server.template)

@@ -25,6 +25,7 @@ def sandbox(server) -> Iterator[Sandbox]:
     new_sandbox.kill()
 
 
+@pytest.mark.core
 @covers("Commands.run")
 def test_commands_return_output_and_exit_code(sandbox):
     output: list[tuple[str, str]] = []
@@ -62,36 +63,48 @@ def test_large_output_is_complete(sandbox):
     assert result.stdout.endswith(f"\n{line_count}\n") and result.stdout.count("\n") == line_count
 
 
+@pytest.mark.core
 @covers(
     "Commands.list",
     "Commands.connect",
     "Commands.send_stdin",
-    "Commands.stream_input",
-    "Commands.close_stdin",
     "Commands.kill",
     "CommandHandle.wait",
     "CommandHandle.disconnect",
     "CommandHandle.kill",
-    "CommandHandle.send_stdin",
-    "CommandHandle.close_stdin",
 )
 def test_background_commands_can_be_reconnected_and_killed(sandbox):
-    handle = sandbox.commands.run("while read line; do echo got $line; done; echo end", background=True, stdin=True)
+    command = "while read line && [ $line != leave ]; do echo got $line; done; echo end"
+    handle = sandbox.commands.run(command, background=True, stdin=True)
     assert handle.pid in [each.pid for each in sandbox.commands.list()]
     sandbox.commands.send_stdin(handle.pid, "one\n")
     handle.disconnect()
     reconnected_handle = sandbox.commands.connect(handle.pid)
-    reconnected_handle.send_stdin("two\n")
-    sandbox.commands.stream_input(handle.pid, ["three\n"])
-    sandbox.commands.stream_input(handle.pid, [b"four\n"])
-    reconnected_handle.close_stdin()
-    assert reconnected_handle.wait().stdout.endswith("got two\ngot three\ngot four\nend\n")
-    second_handle = sandbox.commands.run("sleep 600.2", background=True, stdin=True)
-    sandbox.commands.close_stdin(second_handle.pid)
+    sandbox.commands.send_stdin(handle.pid, "two\nleave\n")
+    assert reconnected_handle.wait().stdout.endswith("got two\nend\n")
+    second_handle = sandbox.commands.run("sleep 600.2", background=True)
     assert sandbox.commands.kill(second_handle.pid)
     with pytest.raises(e2b.CommandExitException):
         second_handle.wait()
     assert not second_handle.kill()
+
+
+@covers(
+    "Commands.stream_input",
+    "Commands.close_stdin",
+    "CommandHandle.send_stdin",
+    "CommandHandle.close_stdin",
+)
+def test_standard_input_can_be_streamed_and_closed(sandbox):
+    handle = sandbox.commands.run("cat; echo end", background=True, stdin=True)
+    handle.send_stdin("one\n")
+    sandbox.commands.stream_input(handle.pid, ["two\n"])
+    sandbox.commands.stream_input(handle.pid, [b"three\n"])
+    handle.close_stdin()
+    assert handle.wait().stdout == "one\ntwo\nthree\nend\n"
+    second_handle = sandbox.commands.run("sleep 600.2", background=True, stdin=True)
+    sandbox.commands.close_stdin(second_handle.pid)
+    assert second_handle.kill()
 
 
 def test_a_server_outlives_its_stream(sandbox):
@@ -124,6 +137,7 @@ def test_a_terminal_can_be_resized_and_reconnected(sandbox):
     wait_until(lambda: not sandbox.pty.kill(second_handle.pid))
 
 
+@pytest.mark.core
 @covers("Filesystem.write", "Filesystem.read", "Filesystem.write_files", "Filesystem.exists", "Filesystem.get_info")
 def test_files_are_written_and_read(sandbox):
     files = sandbox.files
@@ -156,6 +170,7 @@ def test_large_files_are_uploaded_and_downloaded(sandbox):
     sandbox.files.remove("/tmp/big")
 
 
+@pytest.mark.core
 @covers("Filesystem.list", "Filesystem.make_dir", "Filesystem.rename", "Filesystem.remove")
 def test_directories_are_created_listed_and_removed(sandbox):
     files = sandbox.files

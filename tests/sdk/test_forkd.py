@@ -66,22 +66,28 @@ def run_shell(controller: Controller, sandbox_id: str, script: str) -> str:
     return str(result["stdout"])
 
 
-@covers(
-    "Controller.spawn_sandboxes",
-    note="`prewarm`, `hugepages` and `per_child_netns` are ignored; `live_fork` is refused",
-)
-@covers("Controller.list_sandboxes", "Controller.get_sandbox", "Controller.kill_sandbox")
+@pytest.mark.core
+@covers("Controller.spawn_sandboxes", "Controller.list_sandboxes", "Controller.get_sandbox", "Controller.kill_sandbox")
 def test_sandboxes_are_spawned_listed_and_killed(server, controller, spawn_sandboxes):
-    sandbox_ids = spawn_sandboxes(n=2, per_child_netns=True, prewarm=True, hugepages=True, memory_limit_mib=256)
+    sandbox_ids = spawn_sandboxes(n=2, per_child_netns=True, memory_limit_mib=256)
     sandbox = controller.get_sandbox(sandbox_ids[0])
     assert sandbox["snapshot_tag"] == server.template and sandbox["memory_limit_mib"] == 256
     assert sandbox["guest_addr"].endswith(":8888")
     assert [each["id"] for each in controller.list_sandboxes()] == sandbox_ids
-    assert "live_fork" in check_refused(400, spawn_sandboxes, live_fork=True)
     assert "not found" in check_refused(404, spawn_sandboxes, "nothing")
     controller.kill_sandbox(sandbox_ids[0])
     assert [each["id"] for each in controller.list_sandboxes()] == sandbox_ids[1:]
     assert "not found" in check_refused(404, controller.get_sandbox, sandbox_ids[0])
+
+
+@covers(
+    "Controller.spawn_sandboxes",
+    note="`prewarm`, `hugepages` and `per_child_netns` are ignored; `live_fork` is refused",
+)
+def test_options_for_speed_are_ignored(controller, spawn_sandboxes):
+    (sandbox_id,) = spawn_sandboxes(per_child_netns=True, prewarm=True, hugepages=True)
+    assert controller.ping_sandbox(sandbox_id)["pong"] is True
+    assert "live_fork" in check_refused(400, spawn_sandboxes, live_fork=True)
 
 
 @pytest.mark.usefixtures("requires_memory")
@@ -89,6 +95,7 @@ def test_a_memory_limit_other_than_the_snapshots_is_refused(spawn_sandboxes):
     assert "256 MiB of memory" in check_refused(400, spawn_sandboxes, memory_limit_mib=512)
 
 
+@pytest.mark.core
 @covers(
     "Controller.exec_command",
     note="the exit code is 127 if the program does not exist, and 137 if it times out; `stderr` gives the reason",
@@ -114,6 +121,7 @@ def test_exec_returns_output_and_exit_code(controller, spawn_sandboxes):
         assert "not found" in check_refused(404, call, "nothing")
 
 
+@pytest.mark.core
 @covers("Controller.eval_code", note="runs Python in the sandbox's interpreter")
 def test_eval_keeps_the_interpreters_state(controller, spawn_sandboxes):
     (sandbox_id,) = spawn_sandboxes()
@@ -129,6 +137,7 @@ def test_eval_keeps_the_interpreters_state(controller, spawn_sandboxes):
     assert "not found" in check_refused(404, controller.eval_code, "nothing", "1")
 
 
+@pytest.mark.core
 @covers(
     "Controller.branch_sandbox",
     note="`full` and `diff` are the same; `live` is refused; `wait=False` also waits for the snapshot",
@@ -210,6 +219,7 @@ def test_branch_numbers_survive_a_restart(server, controller, spawn_sandboxes):
     assert controller.ping_sandbox(source)["pong"] is True
 
 
+@pytest.mark.core
 @pytest.mark.usefixtures("requires_memory")
 def test_grandchildren_keep_the_interpreters_state(controller, spawn_sandboxes):
     (source,) = spawn_sandboxes()
@@ -226,6 +236,7 @@ def test_grandchildren_keep_the_interpreters_state(controller, spawn_sandboxes):
         assert controller.eval_code(grandchild, "generation, secret")["result"] == f"(2, {secret})"
 
 
+@pytest.mark.core
 @covers("Sandbox", "Sandbox.create", "Sandbox.kill", note="requires the command `forkd` (see above)")
 @covers("Sandbox.eval", note="runs Python and returns the `repr()` of the result")
 @covers("Sandbox.ping", note="`numpy_version` is always `None`")

@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 import subprocess
 import sys
-import tempfile
-from collections.abc import Sequence
-from functools import cache
 from pathlib import Path
 from typing import Any
 
-from tests.support import session
+from tests.support import packages, session
 
 NEWEST = "newest"
 """The release in the environment of the tests."""
@@ -24,7 +20,6 @@ _OLDEST_PINS = (
     "resolvelib==1.0.1 --hash=sha256:d2da45d1a8dfee81bdd591647783e340ef3bcb104b54c383f70d422ef5cc7dbf",
 )
 """Packages that have another version in .venv. All others come from .venv, as pinned in requirements/dev.txt."""
-_INSTALL_TIMEOUT_SECONDS = 600
 _RUN_TIMEOUT_SECONDS = 300
 
 
@@ -73,46 +68,4 @@ def _make_environment(core: str, scratch: Path) -> dict[str, str]:
 
 def select_release(core: str) -> dict[str, str]:
     """Return the environment variables with which a Python of the tests imports a release."""
-    return {"PYTHONPATH": str(_install_oldest())} if core == OLDEST else {}
-
-
-@cache
-def _install_oldest() -> Path:
-    """Install the oldest release and its requirements in the cache if they are missing, and return their directory."""
-    python_version = ".".join(map(str, sys.version_info[:2]))
-    digest = hashlib.sha256(" ".join([python_version, *_OLDEST_PINS]).encode()).hexdigest()[:32]
-    directory = session.get_cache_dir() / f"ansible-core-{digest}"
-    if not directory.exists():
-        with tempfile.TemporaryDirectory(dir=session.get_cache_dir()) as scratch:
-            temporary_directory = Path(scratch) / "install"
-            _install(_OLDEST_PINS, temporary_directory)
-            try:
-                # Atomic: the directory exists only if it is complete.
-                temporary_directory.rename(directory)
-            except OSError:
-                assert directory.exists(), f"{directory} cannot be created"
-    return directory
-
-
-def _install(requirements: Sequence[str], directory: Path) -> None:
-    pip_command = [
-        sys.executable,
-        "-m",
-        "pip",
-        "install",
-        "-q",
-        "--disable-pip-version-check",
-        "--no-deps",
-        "--require-hashes",
-    ]
-    with tempfile.NamedTemporaryFile("w", suffix=".txt") as requirements_file:
-        requirements_file.write("\n".join(requirements))
-        requirements_file.flush()
-        result: subprocess.CompletedProcess[Any] = subprocess.run(
-            [*pip_command, "--only-binary=:all:", "--target", directory, "--requirement", requirements_file.name],
-            capture_output=True,
-            text=True,
-            timeout=_INSTALL_TIMEOUT_SECONDS,
-            check=False,
-        )
-    assert result.returncode == 0, f"{requirements[0]} cannot be installed: {result.stderr}"
+    return {"PYTHONPATH": str(packages.install("ansible-core", "\n".join(_OLDEST_PINS)))} if core == OLDEST else {}

@@ -16,6 +16,8 @@ COLLECTIONS = REPOSITORY / ".cache" / "collections"
 
 RUN_VARIABLE = "GROVE_TEST_RUN"
 """Environment variable that every process of the run inherits, so that leftover processes can be identified."""
+STARTED_BY_RUN = RUN_VARIABLE in os.environ
+"""Whether another process of the run started this one."""
 
 _ID_CHARACTERS = "0123456789abcdefghijklmnopqrstuvwxyz"
 LANE = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw"))

@@ -30,6 +30,7 @@ def test_help_is_printed_to_standard_output() -> None:
         (("demo", "--host"), "--host needs a kind of host"),
         (("demo", "--host", "bare_metal"), "unknown kind of host 'bare_metal'"),
         (("pins", "--quickly"), "unknown option of pins: '--quickly'"),
+        (("test", "clients", "oldst"), "unknown set of clients 'oldst'"),
         (("molecule", "bare_metal"), "unknown scenario 'bare_metal'"),
     ],
 )

@@ -27,6 +27,13 @@ PIN_FILES = sorted(
         REPOSITORY / "meta" / "execution-environment.txt",
     ]
 )
+CLIENT_PAGES = {
+    "cubesandbox": "cubesandbox.md",
+    "e2b": "e2b.md",
+    "e2b-code-interpreter": "e2b.md",
+    "forkd": "forkd.md",
+}
+CLIENT_PIN_FILES = sorted((REPOSITORY / "requirements" / "clients").glob("*.txt"))
 
 
 @pytest.fixture(scope="module")
@@ -35,7 +42,7 @@ def sbom_document() -> dict[str, Any]:
     return sbom_document
 
 
-@pytest.mark.parametrize("path", PIN_FILES, ids=lambda path: str(path.relative_to(REPOSITORY)))
+@pytest.mark.parametrize("path", [*PIN_FILES, *CLIENT_PIN_FILES], ids=lambda path: str(path.relative_to(REPOSITORY)))
 def test_each_package_has_one_version_and_hashes(path: Path) -> None:
     pins = sbom.read_pins(path)
     assert pins
@@ -51,6 +58,26 @@ def test_all_lists_pin_the_same_versions() -> None:
         for pin in sbom.read_pins(path):
             versions_by_name.setdefault(pin.name, set()).add((pin.version, pin.hashes))
     assert {name: versions for name, versions in versions_by_name.items() if len(versions) > 1} == {}
+
+
+@pytest.mark.parametrize("path", CLIENT_PIN_FILES, ids=lambda path: path.stem)
+def test_each_client_set_pins_what_it_requires(path: Path) -> None:
+    pins = {pin.name: pin.version for pin in sbom.read_pins(path)}
+    requirements = [line for line in path.with_suffix(".in").read_text().splitlines() if not line.startswith("#")]
+    assert requirements == [f"{client}=={pins[client]}" for client in CLIENT_PAGES]
+
+
+def test_the_docs_name_the_oldest_and_the_tested_releases() -> None:
+    testing_page = (REPOSITORY / "docs" / "testing.md").read_text()
+    for path in [*CLIENT_PIN_FILES, REPOSITORY / "requirements" / "dev.txt"]:
+        for pin in sbom.read_pins(path):
+            if pin.name in CLIENT_PAGES:
+                assert f"| `{pin.name}` | {pin.version} |" in testing_page, pin
+            if pin.name in CLIENT_PAGES and path.stem == "oldest":
+                page = (REPOSITORY / "docs" / CLIENT_PAGES[pin.name]).read_text()
+                assert f"`{pin.name}` {pin.version} or newer" in page.replace("\n", " "), pin
+    package = json.loads((REPOSITORY / "tests" / "sdk" / "npm" / "package.json").read_text())
+    assert f"| npm `e2b` | {package['dependencies']['e2b']} |" in testing_page
 
 
 def test_the_requirements_satisfy_the_gateway_package() -> None:
