@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 from urllib.parse import parse_qs, urlsplit
 
-from sandbox_gateway.errors import BackendFailed, Conflict, Invalid
+from sandbox_gateway.errors import BackendFailed, Conflict, Invalid, Unsupported
 from sandbox_gateway.hosts.base import (
     MACHINE_PARTS,
     MEMORY_PARTS,
@@ -282,8 +282,49 @@ class MemorySource:
         self.is_closed = True
 
 
+class MemoryVolumeSource:
+    """A ``hosts.base.PartSource`` of a volume in memory. Its image contains the values in the volume as JSON."""
+
+    def __init__(self, files: dict[str, str], size_mb: int) -> None:
+        self.contents = json.dumps(files).encode()
+        self.sizes = {SnapshotPart.VOLUME: size_mb << 20}
+        self.is_closed = False
+
+    def extents(self, part: SnapshotPart) -> Iterator[tuple[int, int]]:
+        yield 0, len(self.contents)
+
+    def read(self, part: SnapshotPart, offset: int, length: int) -> bytes:
+        return self.contents[offset : offset + length].ljust(length, b"\0")
+
+    def close(self) -> None:
+        self.is_closed = True
+
+
+class MemoryVolumeTarget:
+    """A ``hosts.base.ImportTarget``, which adds a volume with the values in its image when it is committed."""
+
+    def __init__(self, volume: Volume, host: MemoryHost) -> None:
+        self.volume = volume
+        self.host = host
+        self.contents = bytearray()
+        host.partial_imports.add(volume.id)
+
+    def write(self, part: SnapshotPart, offset: int, data: bytes) -> None:
+        self.contents[offset : offset + len(data)] = data
+
+    async def commit(self) -> None:
+        self.host.files[self.volume.id] = json.loads(self.contents.rstrip(b"\0"))
+        self.host.volumes[self.volume.id] = self.volume
+        self.host.partial_imports.discard(self.volume.id)
+
+    async def discard(self) -> None:
+        self.host.files.pop(self.volume.id, None)
+        self.host.volumes.pop(self.volume.id, None)
+        self.host.partial_imports.discard(self.volume.id)
+
+
 class MemoryTarget:
-    """A ``hosts.base.SnapshotTarget``, which adds the values on its disk to ``disks`` when it is committed."""
+    """A ``hosts.base.ImportTarget``, which adds the values on its disk to ``disks`` when it is committed."""
 
     def __init__(self, snapshot: Snapshot, host: MemoryHost) -> None:
         self.snapshot = snapshot
@@ -339,7 +380,7 @@ class MemoryHost:
         self.import_problem = ""
         self.partial_imports: set[str] = set()
         """Ids of the snapshots that are being imported."""
-        self.sources: list[MemorySource] = []
+        self.sources: list[MemorySource | MemoryVolumeSource] = []
         """The snapshots that have been opened for an export."""
         self.memory_problems: dict[str, str] = {}
         """Why the memory of a snapshot is unavailable, by id."""
@@ -455,8 +496,9 @@ class MemoryHost:
         return self.memory_problems.get(snapshot.id, "")
 
     async def open_snapshot(self, snapshot: Snapshot, *, memory: bool) -> MemorySource:
-        self.sources.append(MemorySource(self.disks[snapshot.id], snapshot, memory))
-        return self.sources[-1]
+        source = MemorySource(self.disks[snapshot.id], snapshot, memory)
+        self.sources.append(source)
+        return source
 
     def find_import_problem(self, host_kind: str, architecture: str, platform: Mapping[str, str]) -> str:
         return self.import_problem
@@ -493,6 +535,18 @@ class MemoryHost:
 
     async def rollback_volume(self, volume: Volume, snapshot: VolumeSnapshot) -> None:
         self.files[volume.id] = dict(self.files[snapshot.id])
+
+    async def open_volume_snapshot(self, snapshot: VolumeSnapshot) -> MemoryVolumeSource:
+        source = MemoryVolumeSource(self.files[snapshot.id], snapshot.size_mb)
+        self.sources.append(source)
+        return source
+
+    def check_volume_origin(self, host_kind: str) -> None:
+        if host_kind != "kvm_xfs":
+            raise Unsupported(f"the snapshot file comes from a {host_kind} host: import it on a {host_kind} host")
+
+    async def begin_volume_import(self, volume: Volume, part: SnapshotPart, size: int) -> MemoryVolumeTarget:
+        return MemoryVolumeTarget(volume, self)
 
     async def attach(self, sandbox: Sandbox, mount: Mount) -> None:
         if mount.path in self.blocked_paths:

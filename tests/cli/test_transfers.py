@@ -97,3 +97,19 @@ def test_an_export_that_fails_leaves_no_file(
 def test_an_export_prints_json_on_request(run: Run, taken_snapshot: None, tmp_path: Path) -> None:
     outcome = check_success(run("--json", "snapshot", "export", "taken", str(tmp_path / "file"), "--no-memory"))
     assert json.loads(outcome.out)["bytes"] == (tmp_path / "file").stat().st_size
+
+
+def test_a_volume_is_exported_and_imported(run: Run, memory_gateway: MemoryGateway, tmp_path: Path) -> None:
+    check_success(run("volume", "create", "data", "--size", "64M"))
+    check_success(run("volume", "snapshot", "data", "--name", "monday"))
+    file = tmp_path / "data.volume"
+    outcome = check_success(run("volume", "export", "data@monday", str(file)))
+    assert outcome.out == f"{file}: {file.stat().st_size} bytes\n" and file.stat().st_mode & 0o777 == 0o600
+    assert run("volume", "import", str(file)).code == 4
+    volume = check_success(run("--json", "volume", "import", str(file), "--name", "copy")).json
+    assert (volume["name"], volume["sizeMB"]) == ("copy", 64)
+    assert "copy" in check_success(run("volume", "list")).out
+    refusal = run("volume", "export", "data", str(tmp_path / "other"))
+    assert refusal.code == 2 and "sandboxctl volume snapshot data --name NAME" in refusal.err
+    refusal = run("snapshot", "import", str(file), "--name", "snapshot")
+    assert refusal.code != 0 and "sandboxctl volume import" in refusal.err

@@ -10,10 +10,10 @@ import pytest
 from starlette.types import Message, Receive, Scope, Send
 
 from sandbox_gateway.api.access import pace
-from sandbox_gateway.api.access.limits import IMPORT_PATH, BodyLimitMiddleware, TooSlow
+from sandbox_gateway.api.access.limits import IMPORT_PATH, VOLUME_IMPORT_PATH, BodyLimitMiddleware, TooSlow
 from sandbox_gateway.api.access.signed_urls import UPLOAD_PREFIX
 from sandbox_gateway.api.errors import ClientGone
-from sandbox_gateway.api.native.snapshots import _ExportResponse
+from sandbox_gateway.api.native.snapshot_files import ExportResponse
 
 pytestmark = pytest.mark.anyio
 
@@ -46,7 +46,7 @@ async def send_export(seconds_per_piece: float) -> tuple[FakeExport, int]:
         await asyncio.Event().wait()
         raise AssertionError
 
-    response = _ExportResponse(export, STALLED_SECONDS)  # type: ignore[arg-type]
+    response = ExportResponse(export, STALLED_SECONDS)  # type: ignore[arg-type]
     try:
         async with asyncio.timeout(10):
             await response({"type": "http", "path": "/snapshots/s/export"}, receive, send)
@@ -80,7 +80,9 @@ def make_receiver(pieces: Iterator[bytes], seconds_per_piece: float) -> Receive:
 
 
 FILES = pytest.mark.parametrize(
-    ("method", "path"), [("POST", IMPORT_PATH), ("PUT", f"{UPLOAD_PREFIX}{'0' * 64}")], ids=["import", "upload"]
+    ("method", "path"),
+    [("POST", IMPORT_PATH), ("POST", VOLUME_IMPORT_PATH), ("PUT", f"{UPLOAD_PREFIX}{'0' * 64}")],
+    ids=["import", "volume import", "upload"],
 )
 
 

@@ -32,8 +32,12 @@ from tests.support.samples import mark_slow_except
 READ_HEADERS, EXEC_HEADERS = {"X-API-Key": READ_KEY}, {"X-API-Key": EXEC_KEY}
 REQUEST_BODY = json.dumps({"args": ["write", "stolen", "1"], "code": "1", "name": "new", "templateID": "base"}).encode()
 """A valid body for `exec` and `eval`, and for creating a sandbox."""
-ADMIN_ROUTES = ("/snapshots/{ref}/export", "/templates/{ref}/files/{digest}")
-"""The only GETs that a key of scope read may not send: a file with all secrets of a guest, and a URL for uploads."""
+ADMIN_ROUTES = (
+    "/snapshots/{ref}/export",
+    "/volumes/{ref}/snapshots/{snapshot}/export",
+    "/templates/{ref}/files/{digest}",
+)
+"""The only GETs that a key of scope read may not send: files with all secrets of a guest, and a URL for uploads."""
 PLANS_PATH = "/plans"
 """Every key may open plan sessions, because they change nothing."""
 RUNS_PATH = "/applied-runs"

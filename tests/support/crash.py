@@ -96,11 +96,28 @@ OPERATIONS: dict[str, Any] = {
     "import": _import_copy,
 }
 
+
+async def _import_volume_copy(engine: Engine) -> None:
+    """Export a snapshot of a volume, and import the file under another name."""
+    export = await engine.transfers.export_volume("idle", "before")
+    try:
+        pieces = [piece async for piece in export.read_pieces()]
+    finally:
+        await export.close()
+
+    async def read() -> AsyncIterator[bytes]:
+        for piece in pieces:
+            yield piece
+
+    await engine.transfers.import_volume(read(), name="new")
+
+
 VOLUME_OPERATIONS: dict[str, Any] = {
     "volume-create": lambda engine: engine.volumes.create("new", 64),
     "volume-clone": lambda engine: engine.volumes.create("new", from_snapshot="idle@before"),
     "volume-grow": lambda engine: engine.volumes.grow("one", engine.volumes.get("one").size_mb + 32),
     "volume-capture": lambda engine: engine.volumes.create_snapshot("one", "new"),
+    "volume-import": _import_volume_copy,
     "volume-rollback": lambda engine: engine.volumes.rollback("idle", "before"),
     "volume-delete": lambda engine: engine.volumes.delete("spare", with_snapshots=True),
     "attach": lambda engine: engine.attachments.attach("source", MountSpec("idle", "/idle")),

@@ -150,6 +150,17 @@ class VolumeCapture(_Part):
     """Id of the VolumeSnapshot."""
 
 
+class ImportOrigin(_Part):
+    """Where an imported snapshot or volume came from."""
+
+    snapshot: Id
+    """The id, in the gateway that exported it, of the snapshot in the file."""
+    signer: str
+    """The fingerprint of the key that signed the file."""
+    omitted_memory: str = ""
+    """Why the memory in the file was not imported, as a clause; empty if it was, or if the file has none."""
+
+
 class Volume(_Record):
     """Storage that outlives sandboxes. Any number of sandboxes can mount it at the same time."""
 
@@ -164,6 +175,8 @@ class Volume(_Record):
 
     Empty: the volume is kept until it is deleted.
     """
+    imported: ImportOrigin | None = None
+    """Where it came from, if it was imported from a file."""
     created_at: datetime = Field(default_factory=now)
     host: dict[str, Any] = Field(default_factory=dict)
     """Data that the host needs to serve the volume after a restart, such as a port."""
@@ -304,17 +317,6 @@ class Retention(_Part):
     """For how many days the newest snapshot of the day is kept. Days are in UTC; only days with snapshots count."""
     max_age: float | None = Field(default=None, gt=0, le=100 * 366 * 86400)
     """Maximum age in seconds."""
-
-
-class ImportOrigin(_Part):
-    """Where an imported snapshot came from."""
-
-    snapshot: Id
-    """Its id in the gateway that exported it."""
-    signer: str
-    """The fingerprint of the key that signed the file."""
-    omitted_memory: str = ""
-    """Why the memory in the file was not imported, as a clause; empty if it was, or if the file has none."""
 
 
 class Snapshot(_Record):

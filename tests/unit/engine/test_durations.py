@@ -38,6 +38,7 @@ _NON_OPERATIONS = {
     # Their duration depends on the client.
     "BuildFiles.store",
     "Transfers.export",
+    "Transfers.export_volume",
     # Calls a measured operation.
     "Templates.rebuild",
     # Steps of operations.
@@ -66,6 +67,14 @@ async def import_copy(engine: Engine) -> None:
     export = await engine.transfers.export("s")
     try:
         await engine.transfers.import_(export.read_pieces(), name="imported")
+    finally:
+        await export.close()
+
+
+async def import_volume_copy(engine: Engine) -> None:
+    export = await engine.transfers.export_volume("v", "vs")
+    try:
+        await engine.transfers.import_volume(export.read_pieces(), name="imported-volume")
     finally:
         await export.close()
 
@@ -99,6 +108,7 @@ _CALLS: list[tuple[str, str, str, _Call]] = [
     ("Volumes.create", "volume.create", "", lambda e: e.volumes.create("v")),
     ("Volumes.grow", "volume.grow", "", lambda e: e.volumes.grow("v", 2048)),
     ("Volumes.create_snapshot", "volume.snapshot", "", lambda e: e.volumes.create_snapshot("v", "vs")),
+    ("Transfers.import_volume", "volume.import", "", import_volume_copy),
     ("Volumes.rollback", "volume.rollback", "", lambda e: e.volumes.rollback("v", "vs")),
     ("Volumes.delete_snapshot", "volume.delete_snapshot", "", lambda e: e.volumes.delete_snapshot("v", "vs")),
     ("Attachments.attach", "volume.attach", "", lambda e: e.attachments.attach("a", MountSpec("v", "/v"))),

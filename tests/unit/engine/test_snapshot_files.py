@@ -334,6 +334,53 @@ def test_a_bad_field_of_the_manifest_is_refused(name: str) -> None:
         decode_file(MAGIC + b"\x00\x01H" + struct.pack(">I", len(head)) + head)
 
 
+def make_volume_fields(**changes: Any) -> dict[str, Any]:
+    fields = {
+        "snapshot_id": "0123456789ab",
+        "kind": "volume",
+        "name": "data",
+        "snapshot_name": "monday",
+        "size_mb": 64,
+        "release": "0.1.0",
+        "host_kind": "kvm_xfs",
+        "parts": [{"name": "volume", "size": 64 * MIB, "data_bytes": MIB}],
+    }
+    return fields | changes
+
+
+@pytest.mark.parametrize("changes", [{}, {"host_kind": "jail_zfs", "parts": STREAM_PARTS}], ids=["image", "stream"])
+def test_the_manifest_of_a_volume_is_valid(changes: dict[str, Any]) -> None:
+    fields = make_volume_fields(**changes)
+    assert parse_manifest(json.dumps(fields).encode()).model_dump(mode="json") == fields
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"name": "../data"},
+        {"name": ""},
+        {"snapshot_name": "a/b"},
+        {"snapshot_id": "short"},
+        {"size_mb": 63},
+        {"size_mb": 128},
+        {"size_mb": "64"},
+        {"size_mb": (1 << 26) + 1},
+        {"host_kind": "jail_zfs"},
+        {"host_kind": "other"},
+        {"parts": []},
+        {"parts": STREAM_PARTS},
+        {"parts": [{"name": "disk", "size": 64 * MIB, "data_bytes": MIB}]},
+        {"parts": make_volume_fields()["parts"] * 2},
+        {"kind": "snapshot"},
+        {"kind": "pool"},
+        {"platform": None},
+    ],
+)
+def test_a_bad_field_of_a_volumes_manifest_is_refused(changes: dict[str, Any]) -> None:
+    with pytest.raises(Invalid, match="the manifest of the snapshot file is invalid"):
+        parse_manifest(json.dumps(make_volume_fields(**changes)).encode())
+
+
 @pytest.mark.parametrize("text", [b"", b"null", b"[" * 60000, b"{" * 60000, b'{"a":' * 10000, b"\xff", b"1e999"])
 def test_text_that_is_not_a_manifest_is_refused(text: bytes) -> None:
     with pytest.raises(Invalid, match="the manifest of the snapshot file is invalid"):

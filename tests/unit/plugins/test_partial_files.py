@@ -48,7 +48,7 @@ def export_with_module(url: str, path: str) -> None:
 
 
 def export_with_cli(url: str, path: str) -> None:
-    snapshot_files.export(cli_client.Client(url), "golden", path, memory=True)
+    snapshot_files.export(cli_client.Client(url), "/snapshots/golden/export", "golden", path)
 
 
 @pytest.fixture(params=[export_with_module, export_with_cli], ids=["module", "sandboxctl"])

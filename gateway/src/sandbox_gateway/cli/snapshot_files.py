@@ -1,4 +1,7 @@
-"""Write snapshots to files, and read them. A new file gets its final name only when it is complete."""
+"""Write snapshots of sandboxes and volumes to files, and read them.
+
+A new file gets its final name only when it is complete.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +15,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from sandbox_gateway.cli.client import Client, build_path
+from sandbox_gateway.cli.client import Client
 from sandbox_gateway.cli.failure import ExitCode, Failure
 from sandbox_gateway.cli.progress import progress_shown
 
@@ -22,8 +25,11 @@ _END_BYTES = len(_END_RECORD) + 32 + 64
 """The size of the record that ends a file: see ``engine.transfer.container``."""
 
 
-def export(client: Client, snapshot: str, file: str, *, memory: bool) -> int:
-    """Write a snapshot to ``file``, which must not exist, or to standard output. Return the number of bytes."""
+def export(client: Client, path: str, snapshot: str, file: str, **params: str) -> int:
+    """Write a snapshot to ``file``, which must not exist, or to standard output. Return the number of bytes.
+
+    ``path``: the route that returns the file. ``snapshot``: its name, for the progress bar.
+    """
     written_bytes, last_bytes = 0, b""
     with _output_opened(file) as write_file, progress_shown(f"exporting {snapshot}") as advance:
 
@@ -34,7 +40,7 @@ def export(client: Client, snapshot: str, file: str, *, memory: bool) -> int:
             last_bytes = (last_bytes + piece[-_END_BYTES:])[-_END_BYTES:]
             advance(len(piece))
 
-        client.download(build_path("snapshots", snapshot, "export"), write, memory="" if memory else "none")
+        client.download(path, write, **params)
         # A response without a length (from a proxy that speaks HTTP/1.0) looks complete if the connection is lost.
         if len(last_bytes) < _END_BYTES or not last_bytes.startswith(_END_RECORD):
             raise Failure(
@@ -45,14 +51,14 @@ def export(client: Client, snapshot: str, file: str, *, memory: bool) -> int:
     return written_bytes
 
 
-def import_(client: Client, file: str, name: str, trust: list[str]) -> Any:
-    """Import ``file``, or standard input, and return the snapshot."""
+def import_(client: Client, path: str, file: str, name: str, trust: list[str]) -> Any:
+    """Import ``file``, or standard input, and return the new snapshot or volume. ``path``: the route that reads it."""
     with contextlib.ExitStack() as stack:
         with _errors_explained("read", file):
             source = sys.stdin.buffer if file == "-" else stack.enter_context(Path(file).open("rb"))
             size = None if file == "-" else os.fstat(source.fileno()).st_size
         advance = stack.enter_context(progress_shown(f"importing {file}", size))
-        return client.upload("/snapshots/import", _read_pieces(source, file, advance), name=name, trust=trust)
+        return client.upload(path, _read_pieces(source, file, advance), name=name, trust=trust)
 
 
 def _read_pieces(source: BinaryIO, file: str, advance: Callable[[int], None]) -> Iterator[bytes]:

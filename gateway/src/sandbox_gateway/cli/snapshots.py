@@ -166,9 +166,11 @@ def export(
 ) -> None:
     """Write a snapshot or template to a file. The file contains all secrets of its guest."""
     from sandbox_gateway.cli import snapshot_files
+    from sandbox_gateway.cli.client import build_path
 
     settings = get_settings(ctx, as_json)
-    size = snapshot_files.export(settings.client, snapshot, file, memory=not no_memory)
+    path = build_path("snapshots", snapshot, "export")
+    size = snapshot_files.export(settings.client, path, snapshot, file, memory="none" if no_memory else "")
     if file == "-":
         return
     render.print_json({"file": file, "bytes": size}) if settings.json else print(f"{file}: {size} bytes")
@@ -191,7 +193,7 @@ def import_(
     from sandbox_gateway.cli import snapshot_files
 
     settings = get_settings(ctx, as_json)
-    snapshot = snapshot_files.import_(settings.client, file, name, trust or [])
+    snapshot = snapshot_files.import_(settings.client, "/snapshots/import", file, name, trust or [])
     render.print_json(snapshot) if settings.json else render.print_snapshots([snapshot])
     if reason := snapshot["imported"]["omittedMemory"]:
         render.print_note(f"imported without its memory, so forks boot from the disk: {reason}")

@@ -8,7 +8,7 @@ import typer
 
 from sandbox_gateway.cli import formats, queries, render
 from sandbox_gateway.cli.context import Json, SandboxRef, VolumeRef, get_settings
-from sandbox_gateway.cli.failure import Failure
+from sandbox_gateway.cli.failure import ExitCode, Failure
 from sandbox_gateway.cli.sandboxes import raise_first_failure
 
 app = typer.Typer(
@@ -168,6 +168,53 @@ def rollback(
         render.print_json(volume_fields)
     else:
         print(f"{volume_fields['name']} was rolled back to {snapshot}")
+
+
+@app.command("export")
+def export(
+    ctx: typer.Context,
+    snapshot: Annotated[str, typer.Argument(metavar="VOLUME@SNAPSHOT", help="A snapshot of a volume.")],
+    file: Annotated[str, typer.Argument(metavar="FILE", help="The file to create; - for standard output.")],
+    as_json: Json = False,
+) -> None:
+    """Write a snapshot of a volume to a file. The file contains all secrets in the volume."""
+    from sandbox_gateway.cli import snapshot_files
+    from sandbox_gateway.cli.client import build_path
+
+    settings = get_settings(ctx, as_json)
+    volume, separator, snapshot_name = snapshot.partition("@")
+    if not separator:
+        raise Failure(
+            f"{snapshot!r} does not name a snapshot of a volume",
+            ExitCode.USAGE,
+            f"take one with `sandboxctl volume snapshot {volume} --name NAME`, and export {volume}@NAME",
+        )
+    path = build_path("volumes", volume, "snapshots", snapshot_name, "export")
+    size = snapshot_files.export(settings.client, path, snapshot, file)
+    if file == "-":
+        return
+    render.print_json({"file": file, "bytes": size}) if settings.json else print(f"{file}: {size} bytes")
+
+
+@app.command("import")
+def import_(
+    ctx: typer.Context,
+    file: Annotated[str, typer.Argument(metavar="FILE", help="The file to read; - for standard input.")],
+    name: Annotated[
+        str, typer.Option("--name", help="A name that replaces the one in the file.", show_default=False)
+    ] = "",
+    trust: Annotated[
+        list[str] | None,
+        typer.Option("--trust", metavar="FINGERPRINT", help="Accept a file that another gateway has signed."),
+    ] = None,
+    as_json: Json = False,
+) -> None:
+    """Create a volume from a file."""
+    from sandbox_gateway.cli import snapshot_files
+
+    settings = get_settings(ctx, as_json)
+    volume = snapshot_files.import_(settings.client, "/volumes/import", file, name, trust or [])
+    _print_volume(volume, settings.json)
 
 
 @app.command("delete")

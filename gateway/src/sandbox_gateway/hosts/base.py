@@ -143,7 +143,8 @@ class Scan:
 class SnapshotPart(StrEnum):
     """The parts of an exported snapshot, in the order of the file.
 
-    A snapshot of a virtual machine has MACHINE_PARTS and either all or none of MEMORY_PARTS. A snapshot of a jail has
+    A snapshot of a virtual machine has MACHINE_PARTS, and either all MEMORY_PARTS or none. A snapshot of a volume for
+    virtual machines has only VOLUME, an image of its file system. A snapshot of a jail, or of a volume for jails, has
     only STREAM, a `zfs send` stream.
     """
 
@@ -153,26 +154,15 @@ class SnapshotPart(StrEnum):
     MEMORY = "memory"
     DEVICE_STATE = "device_state"
     STREAM = "stream"
+    VOLUME = "volume"
 
 
 MACHINE_PARTS = frozenset({SnapshotPart.KERNEL, SnapshotPart.INITRD, SnapshotPart.DISK})
 MEMORY_PARTS = frozenset({SnapshotPart.MEMORY, SnapshotPart.DEVICE_STATE})
 
 
-class SnapshotSource(Protocol):
+class PartSource(Protocol):
     """The open parts of a snapshot. They remain readable if the snapshot is removed. The methods block."""
-
-    @property
-    def architecture(self) -> str:
-        """The architecture of the machine."""
-
-    @property
-    def platform(self) -> Mapping[str, str]:
-        """The platform of the snapshot's memory. Empty: the source has no memory."""
-
-    @property
-    def line(self) -> bool:
-        """Whether the agent in the captured memory listens on its serial line."""
 
     @property
     def sizes(self) -> Mapping[SnapshotPart, int]:
@@ -188,14 +178,33 @@ class SnapshotSource(Protocol):
         """Close the parts."""
 
 
-class SnapshotTarget(Protocol):
-    """The parts of a snapshot that is being imported. The snapshot does not exist before ``commit``."""
+class SnapshotSource(PartSource, Protocol):
+    """The open parts of a sandbox's snapshot."""
+
+    @property
+    def architecture(self) -> str:
+        """The architecture of the machine."""
+
+    @property
+    def platform(self) -> Mapping[str, str]:
+        """The platform of the snapshot's memory. Empty: the source has no memory."""
+
+    @property
+    def line(self) -> bool:
+        """Whether the agent in the captured memory listens on its serial line."""
+
+
+class ImportTarget(Protocol):
+    """The parts of a snapshot or volume that is being imported. It does not exist before ``commit``."""
 
     def write(self, part: SnapshotPart, offset: int, data: bytes) -> None:
         """Write to a part. Bytes that are never written are zero. Blocks. Raises GatewayError."""
 
     async def commit(self) -> None:
-        """Make the parts durable, and commit the snapshot's record, with the data that the host needs."""
+        """Make the parts durable, and commit the record, with the data that the host needs.
+
+        Raises Invalid if a part has contents that the host cannot use.
+        """
 
     async def discard(self) -> None:
         """Remove everything, whether it is committed or not."""
@@ -343,9 +352,7 @@ class Host(Protocol):
         Raises Unsupported if this host cannot boot even a disk from a host of ``host_kind`` and ``architecture``.
         """
 
-    async def begin_import(
-        self, snapshot: Snapshot, sizes: Mapping[SnapshotPart, int], *, line: bool
-    ) -> SnapshotTarget:
+    async def begin_import(self, snapshot: Snapshot, sizes: Mapping[SnapshotPart, int], *, line: bool) -> ImportTarget:
         """Create the parts of ``snapshot``, all zero, with the given sizes. ``line``: see ``SnapshotSource``."""
 
     # -- volumes: `Sandbox.mounts` lists a sandbox's mounts; `fork` and `boot` mount them, `discard` and `stop` unmount
@@ -376,6 +383,15 @@ class Host(Protocol):
 
         The volume keeps its current size. Sandboxes that mount the volume see the change.
         """
+
+    async def open_volume_snapshot(self, snapshot: VolumeSnapshot) -> PartSource:
+        """Open a committed snapshot of a volume for reading. It has one part."""
+
+    def check_volume_origin(self, host_kind: str) -> None:
+        """Raise Unsupported unless this host can use volumes from a host of ``host_kind``."""
+
+    async def begin_volume_import(self, volume: Volume, part: SnapshotPart, size: int) -> ImportTarget:
+        """Create the only part of ``volume``, all zero. Its ``size`` is at most that of the volume, or of a stream."""
 
     async def attach(self, sandbox: Sandbox, mount: Mount) -> None:
         """Give the running instance access to a volume. Raises Invalid for a path that cannot be a mount point.

@@ -18,6 +18,7 @@ MAX_HELD_BYTES = 32 << 20
 
 
 IMPORT_PATH = "/snapshots/import"
+VOLUME_IMPORT_PATH = "/volumes/import"
 
 
 class TooLarge(OverQuota):
@@ -134,5 +135,6 @@ def _has_file(scope: Scope) -> bool:
     In a plan session, it is held in memory.
     """
     method, path = scope["method"], scope["path"]
-    is_file = (method == "POST" and path == IMPORT_PATH) or (method == "PUT" and path.startswith(UPLOAD_PREFIX))
+    is_import = method == "POST" and path in (IMPORT_PATH, VOLUME_IMPORT_PATH)
+    is_file = is_import or (method == "PUT" and path.startswith(UPLOAD_PREFIX))
     return is_file and not get_plan_id(scope)

@@ -318,6 +318,7 @@ class VolumeShape(Shape):
     created_at: datetime
     mounts: list[VolumeUserShape]
     from_snapshot: str = Field(description="The volume snapshot that this volume was made from.")
+    imported: ImportedShape | None = Field(None, description="Only for a volume that was imported from a file.")
     owner_sandbox_id: str = Field(
         description="The sandbox that this clone was created for. The clone is removed with the last sandbox that "
         "mounts it. Empty: the volume is kept until it is deleted."
@@ -579,7 +580,7 @@ def describe_snapshot(
 def describe_volume(
     volume: Volume, state: VolumeState | None, mounts: list[VolumeUserShape], **extra: Any
 ) -> VolumeShape:
-    """Describe a volume. ``state`` is None if the host cannot determine it. ``extra`` may contain token and dataset."""
+    """Describe a volume. ``state`` is None if the host cannot determine it. ``extra``: token, dataset, imported."""
     return VolumeShape(
         volume_id=volume.name,
         name=volume.name,

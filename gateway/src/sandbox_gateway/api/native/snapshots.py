@@ -7,31 +7,23 @@ from collections.abc import Iterator
 from typing import Annotated, Literal
 
 from fastapi import APIRouter, Query, Request, Response
-from fastapi.responses import JSONResponse, StreamingResponse
-from starlette.types import Message, Receive, Scope, Send
+from fastapi.responses import JSONResponse
 
 from sandbox_gateway.api.access.auth import get_plan_id
 from sandbox_gateway.api.access.limits import IMPORT_PATH
-from sandbox_gateway.api.access.pace import Pace
 from sandbox_gateway.api.dependencies import MAX_REF_LENGTH, EngineDep, IdempotencyKey, OperationId, Ref
-from sandbox_gateway.api.errors import ClientGone
 from sandbox_gateway.api.native import requests, shapes
 from sandbox_gateway.api.native.sandboxes import describe_forks
+from sandbox_gateway.api.native.snapshot_files import FILE_BODY, FILE_RESPONSE, ExportResponse, Trust
 from sandbox_gateway.api.native.view import ViewDep, find_ids
 from sandbox_gateway.api.paging import Limit, NextToken, paginate
 from sandbox_gateway.api.waiting import cancel_on_disconnect, read_file
 from sandbox_gateway.engine.creation_order import Key
 from sandbox_gateway.engine.engine import Engine
-from sandbox_gateway.engine.transfer.transfers import Export
 from sandbox_gateway.errors import NotFound
-from sandbox_gateway.log import Logger
 from sandbox_gateway.records import Snapshot
 
 router = APIRouter(tags=["snapshots"])
-_FILE_TYPE = "application/octet-stream"
-_PIECE_BYTES = 64 << 10
-
-log = Logger("transfers")
 When = Annotated[
     Literal["unused"] | None,
     Query(description="unused: hide the snapshot now, and remove it with the last sandbox made from it"),
@@ -66,52 +58,11 @@ async def list_snapshots(
     return [view.describe_snapshot(snapshot) for snapshot in items]
 
 
-class _ExportResponse(StreamingResponse):
-    """A response that ends the export when the client disconnects, or reads too slowly for ``stalled_seconds``."""
-
-    def __init__(self, export: Export, stalled_seconds: float) -> None:
-        super().__init__(export.read_pieces(), media_type=_FILE_TYPE)
-        self._export = export
-        self._stalled_seconds = stalled_seconds
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        pace = Pace(self._stalled_seconds)
-
-        async def send_in_time(message: Message) -> None:
-            for part in _split(message):
-                try:
-                    await pace.wait_for_client(send(part))
-                except TimeoutError:
-                    log.warning("export ended because its client reads too slowly", path=scope["path"])
-                    raise ClientGone from None
-                pace.count(len(part.get("body", b"")))
-
-        try:
-            await super().__call__(scope, receive, send_in_time)
-        finally:
-            await self._export.close()
-
-
-def _split(message: Message) -> Iterator[Message]:
-    """Split the body of a message, so that the pace of a slow client can be measured."""
-    body = message.get("body", b"")
-    if len(body) <= _PIECE_BYTES:
-        yield message
-        return
-    for start in range(0, len(body), _PIECE_BYTES):
-        is_last = start + _PIECE_BYTES >= len(body)
-        yield {
-            **message,
-            "body": body[start : start + _PIECE_BYTES],
-            "more_body": message.get("more_body", False) or not is_last,
-        }
-
-
 @router.get(
     "/snapshots/{ref}/export",
     summary="Export a snapshot or template as a file, with all secrets of its guest. Needs the scope admin",
     response_class=Response,
-    responses={200: {"content": {_FILE_TYPE: {}}, "description": "The snapshot file, sent while it is created"}},
+    responses=FILE_RESPONSE,
 )
 async def export(
     ref: Ref,
@@ -119,7 +70,7 @@ async def export(
     memory: Annotated[Literal["auto", "none"], Query(description="none: export only the disk.")] = "auto",
 ) -> Response:
     export = await engine.transfers.export(ref, memory=memory == "auto")
-    return _ExportResponse(export, engine.config.server.stalled_seconds)
+    return ExportResponse(export, engine.config.server.stalled_seconds)
 
 
 @router.post(
@@ -127,19 +78,14 @@ async def export(
     status_code=201,
     response_model_exclude_unset=True,
     summary="Import a snapshot or template from a file",
-    openapi_extra={
-        "requestBody": {"required": True, "content": {_FILE_TYPE: {"schema": {"type": "string", "format": "binary"}}}}
-    },
+    openapi_extra=FILE_BODY,
 )
 async def import_(
     request: Request,
     engine: EngineDep,
     view: ViewDep,
     name: Annotated[str, Query(max_length=MAX_REF_LENGTH, description="Replaces the names in the file")] = "",
-    trust: Annotated[
-        list[str] | None,
-        Query(max_length=16, description="Fingerprints of signers to accept in addition to this gateway's own"),
-    ] = None,
+    trust: Trust = None,
 ) -> shapes.SnapshotShape:
     """Import a file that `GET /snapshots/{ref}/export` returned. The snapshot gets a new id.
 

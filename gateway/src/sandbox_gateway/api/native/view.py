@@ -74,7 +74,9 @@ class View:
 
     async def describe_volume(self, volume: Volume, *, with_secrets: bool = False) -> shapes.VolumeShape:
         """Describe a volume. Includes its token if ``with_secrets``; for a read-only caller, the token is empty."""
-        extra = {"dataset": name} if (name := volume.host.get("dataset")) else {}
+        extra: dict[str, Any] = {"dataset": name} if (name := volume.host.get("dataset")) else {}
+        if volume.imported is not None:
+            extra["imported"] = shapes.describe_import(volume.imported)
         if with_secrets:
             extra["token"] = self._derive_volume_token(volume) if self.permission >= Permission.EXEC else ""
         return shapes.describe_volume(

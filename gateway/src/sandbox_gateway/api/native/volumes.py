@@ -7,11 +7,14 @@ from typing import Annotated
 
 from fastapi import APIRouter, Path, Query, Request, Response
 
+from sandbox_gateway.api.access.auth import get_plan_id
+from sandbox_gateway.api.access.limits import VOLUME_IMPORT_PATH
 from sandbox_gateway.api.dependencies import MAX_REF_LENGTH, EngineDep, Ref
 from sandbox_gateway.api.native import requests, shapes
+from sandbox_gateway.api.native.snapshot_files import FILE_BODY, FILE_RESPONSE, ExportResponse, Trust
 from sandbox_gateway.api.native.view import ViewDep
 from sandbox_gateway.api.paging import MAX_ITEMS, Limit, NextToken, paginate_list
-from sandbox_gateway.api.waiting import cancel_on_disconnect
+from sandbox_gateway.api.waiting import cancel_on_disconnect, read_file
 from sandbox_gateway.records import new_id
 
 router = APIRouter(tags=["volumes"])
@@ -101,6 +104,40 @@ async def list_snapshots(
         matching_snapshots, lambda snapshot: (snapshot.created_at, snapshot.id), response, limit, next_token
     )
     return view.describe_volume_snapshots(items)
+
+
+@router.get(
+    "/volumes/{ref}/snapshots/{snapshot}/export",
+    summary="Export a snapshot of a volume as a file, with all secrets in it. Needs the scope admin",
+    response_class=Response,
+    responses=FILE_RESPONSE,
+)
+async def export(ref: Ref, snapshot: VolumeSnapshotRef, engine: EngineDep) -> Response:
+    export = await engine.transfers.export_volume(ref, snapshot)
+    return ExportResponse(export, engine.config.server.stalled_seconds)
+
+
+@router.post(
+    VOLUME_IMPORT_PATH,
+    status_code=201,
+    response_model_exclude_unset=True,
+    summary="Create a volume from a file with a snapshot of a volume",
+    openapi_extra=FILE_BODY,
+)
+async def import_(
+    request: Request,
+    engine: EngineDep,
+    view: ViewDep,
+    name: Annotated[str, Query(max_length=MAX_REF_LENGTH, description="Replaces the volume's name in the file")] = "",
+    trust: Trust = None,
+) -> shapes.VolumeShape:
+    """Import a file that `GET /volumes/{ref}/snapshots/{snapshot}/export` returned."""
+    # A plan session reads at most the beginning of the file, because that is enough for a prediction.
+    is_in_plan = bool(get_plan_id(request.scope))
+    volume = await engine.transfers.import_volume(
+        read_file(request), name=name or None, trust=trust or (), head_only=is_in_plan
+    )
+    return await view.describe_volume(volume, with_secrets=True)
 
 
 @router.delete("/volumes/{ref}/snapshots/{snapshot}", status_code=204, summary="Remove a snapshot of a volume")

@@ -16,13 +16,14 @@ from sandbox_gateway.errors import Conflict, Unsupported
 from sandbox_gateway.hosts.base import (
     Endpoint,
     GuestMount,
+    ImportTarget,
     Load,
     Log,
+    PartSource,
     Room,
     Scan,
     SnapshotPart,
     SnapshotSource,
-    SnapshotTarget,
     Usage,
     VolumeState,
 )
@@ -206,9 +207,7 @@ class PlannedHost:
     def find_import_problem(self, host_kind: str, architecture: str, platform: Mapping[str, str]) -> str:
         return self._real_host.find_import_problem(host_kind, architecture, platform)
 
-    async def begin_import(
-        self, snapshot: Snapshot, sizes: Mapping[SnapshotPart, int], *, line: bool
-    ) -> SnapshotTarget:
+    async def begin_import(self, snapshot: Snapshot, sizes: Mapping[SnapshotPart, int], *, line: bool) -> ImportTarget:
         self._charge(_measure(snapshot))
         self._room.add_snapshot(snapshot.id, memory=snapshot.memory is not MemoryMode.NONE)
         return _PlannedTarget()
@@ -243,6 +242,16 @@ class PlannedHost:
     async def rollback_volume(self, volume: Volume, snapshot: VolumeSnapshot) -> None:
         self._charge(_measure(volume))
 
+    async def open_volume_snapshot(self, snapshot: VolumeSnapshot) -> PartSource:
+        raise Unsupported("a plan session cannot export snapshots of volumes: export them outside the session")
+
+    def check_volume_origin(self, host_kind: str) -> None:
+        self._real_host.check_volume_origin(host_kind)
+
+    async def begin_volume_import(self, volume: Volume, part: SnapshotPart, size: int) -> ImportTarget:
+        self._charge(_measure(volume))
+        return _PlannedTarget()
+
     async def attach(self, sandbox: Sandbox, mount: Mount) -> None:
         pass
 
@@ -254,7 +263,7 @@ class PlannedHost:
 
 
 class _PlannedTarget:
-    """A ``hosts.base.SnapshotTarget`` without parts."""
+    """A ``hosts.base.ImportTarget`` without parts."""
 
     def write(self, part: SnapshotPart, offset: int, data: bytes) -> None:
         pass

@@ -23,7 +23,13 @@ from dataclasses import dataclass
 
 import zstandard
 
-from sandbox_gateway.engine.transfer.manifest import MAX_MANIFEST_BYTES, Manifest, Part, parse_manifest
+from sandbox_gateway.engine.transfer.manifest import (
+    MAX_MANIFEST_BYTES,
+    Manifest,
+    Part,
+    VolumeManifest,
+    parse_manifest,
+)
 from sandbox_gateway.engine.transfer.signing import (
     PUBLIC_KEY_BYTES,
     SIGNATURE_BYTES,
@@ -65,7 +71,7 @@ class Encoder:
         self._signer = signer
         self._digest = hashlib.sha256()
 
-    def encode_head(self, manifest: Manifest) -> bytes:
+    def encode_head(self, manifest: Manifest | VolumeManifest) -> bytes:
         text = manifest.model_dump_json().encode()
         signature = self._signer.sign(_HEAD_PURPOSE, text)
         prefix = MAGIC + _PREFIX_STRUCT.pack(VERSION)
@@ -113,7 +119,7 @@ class Decoder:
         """The index of the last chunk's part, and the offset of its end."""
         self._part_data_bytes = 0
         """The bytes in the chunks of that part."""
-        self._manifest: Manifest | None = None
+        self._manifest: Manifest | VolumeManifest | None = None
         self.public_key = b""
         """The key of the signer."""
 
@@ -121,7 +127,7 @@ class Decoder:
         """Add bytes of the file."""
         self._buffer += data
 
-    def read_manifest(self) -> Manifest | None:
+    def read_manifest(self) -> Manifest | VolumeManifest | None:
         """Return the manifest, which is authentic, or None if it has not arrived yet."""
         if (
             self._manifest is None

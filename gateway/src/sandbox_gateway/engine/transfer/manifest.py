@@ -1,4 +1,4 @@
-"""The manifest of a snapshot file: what the file says about its snapshot.
+"""The manifest of a snapshot file: what the file says about the snapshot of a sandbox or volume in it.
 
 A file can come from anywhere. Each field is therefore limited to the values that a gateway writes, and none becomes a
 path or an argument: a host uses its own file names, and compares the platform with its own instead of using it.
@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, TypeAdapter, ValidationError, model_validator
 
 from sandbox_gateway.control_characters import remove_control_characters
 from sandbox_gateway.errors import Invalid
@@ -29,6 +29,7 @@ _MAX_BYTES = {
     SnapshotPart.MEMORY: _MAX_IMAGE_BYTES,
     SnapshotPart.DEVICE_STATE: _MAX_DEVICE_STATE_BYTES,
     SnapshotPart.STREAM: _MAX_IMAGE_BYTES,
+    SnapshotPart.VOLUME: _MAX_IMAGE_BYTES,
 }
 
 
@@ -79,15 +80,41 @@ def _check_text(text: str) -> str:
     return text
 
 
-class Manifest(_StrictModel):
+class _AnyManifest(_StrictModel):
     snapshot_id: Id
-    """The id of the snapshot in the gateway that exported it. The importing gateway gives it a new id."""
-    kind: Literal["snapshot", "template"]
-    names: list[Name] = Field(max_length=16)
-    description: Annotated[str, Field(max_length=4096), AfterValidator(_check_text)]
+    """The id of the snapshot in the gateway that exported it. The importing gateway gives what it creates a new id."""
     release: _Word
     """The release of the gateway that exported it."""
     host_kind: Literal["kvm_xfs", "jail_zfs"]
+
+
+class VolumeManifest(_AnyManifest):
+    """The manifest of a snapshot of a volume."""
+
+    kind: Literal["volume"]
+    name: Name
+    """The name of the volume."""
+    snapshot_name: Name
+    size_mb: int = Field(ge=64, le=1 << 26, strict=True)
+    parts: list[Part] = Field(min_length=1, max_length=1)
+
+    @model_validator(mode="after")
+    def _check_part(self) -> VolumeManifest:
+        (part,) = self.parts
+        expected_name = SnapshotPart.STREAM if self.host_kind == "jail_zfs" else SnapshotPart.VOLUME
+        if part.name is not expected_name:
+            raise ValueError(f"the part is {part.name}, not {expected_name}")
+        if part.name is SnapshotPart.VOLUME and part.size != self.size_mb << 20:
+            raise ValueError("the size of the image does not match size_mb")
+        return self
+
+
+class Manifest(_AnyManifest):
+    """The manifest of a sandbox's snapshot, or of a template."""
+
+    kind: Literal["snapshot", "template"]
+    names: list[Name] = Field(max_length=16)
+    description: Annotated[str, Field(max_length=4096), AfterValidator(_check_text)]
     architecture: _Word
     sizes: Sizes
     platform: MachinePlatform | None
@@ -124,10 +151,15 @@ class Manifest(_StrictModel):
         return sum(part.data_bytes for part in self.parts if memory or part.name not in MEMORY_PARTS)
 
 
-def parse_manifest(text: bytes) -> Manifest:
+_PARSER: TypeAdapter[Manifest | VolumeManifest] = TypeAdapter(
+    Annotated[Manifest | VolumeManifest, Field(discriminator="kind")]
+)
+
+
+def parse_manifest(text: bytes) -> Manifest | VolumeManifest:
     """Return the manifest in ``text``. Raises Invalid."""
     try:
-        return Manifest.model_validate_json(text)
+        return _PARSER.validate_json(text)
     except ValidationError as error:
         raise Invalid(
             f"the manifest of the snapshot file is invalid: {explain(error)[:500]}. Export the snapshot again"

@@ -1,7 +1,7 @@
-"""Export snapshots to files, and import them.
+"""Export snapshots of sandboxes and volumes to files, and import them.
 
-No part of a file is used before its head has been checked, and no snapshot exists before the whole file has been
-checked. Until the parts are committed, they are in a place that the host removes at its next start.
+No part of a file is used before its head has been checked, and no snapshot or volume exists before the whole file has
+been checked. Until the parts are committed, they are in a place that the host removes at its next start.
 """
 
 from __future__ import annotations
@@ -11,8 +11,10 @@ import contextlib
 import os
 from array import array
 from collections import deque
-from collections.abc import AsyncIterator, Collection, Iterable, Iterator
-from typing import TYPE_CHECKING
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iterable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, Literal, TypeVar
 
 from sandbox_gateway import __version__
 from sandbox_gateway.control_characters import remove_control_characters
@@ -22,16 +24,24 @@ from sandbox_gateway.engine.durations import measured, set_memory_mode
 from sandbox_gateway.engine.names import require_valid_name
 from sandbox_gateway.engine.room import PendingImport, RoomMonitor
 from sandbox_gateway.engine.secret import load_secret
-from sandbox_gateway.errors import Busy, Unsupported, Untrusted
-from sandbox_gateway.hosts.base import MEMORY_PARTS, SnapshotPart, SnapshotSource, SnapshotTarget
+from sandbox_gateway.errors import Busy, Invalid, Unsupported, Untrusted
+from sandbox_gateway.hosts.base import MEMORY_PARTS, ImportTarget, PartSource, SnapshotPart, SnapshotSource
 from sandbox_gateway.log import Logger
-from sandbox_gateway.records import ImportOrigin, MemoryMode, Resources, Snapshot, SnapshotKind
+from sandbox_gateway.records import (
+    ImportOrigin,
+    MemoryMode,
+    Resources,
+    Snapshot,
+    SnapshotKind,
+    Volume,
+    VolumeSnapshot,
+)
 from sandbox_gateway.tasks import finish_despite_cancellation
 
 if TYPE_CHECKING:
     # Only hosts that can transfer snapshots need the libraries of these modules.
     from sandbox_gateway.engine.transfer.container import Decoder
-    from sandbox_gateway.engine.transfer.manifest import Manifest
+    from sandbox_gateway.engine.transfer.manifest import Manifest, Part, VolumeManifest
     from sandbox_gateway.engine.transfer.signing import Signer
 
 _BATCH_BYTES = 1 << 20
@@ -39,6 +49,8 @@ _BATCH_BYTES = 1 << 20
 _COMPRESSION_THREADS = min(os.cpu_count() or 1, 8)
 _MAX_NAMES = 16
 _MAX_DESCRIPTION_LENGTH = 4096
+
+_Source = TypeVar("_Source", bound=PartSource)
 
 log = Logger("engine")
 
@@ -78,15 +90,33 @@ class Transfers:
         memory = memory and snapshot.memory is not MemoryMode.NONE
         if snapshot.volumes:
             raise Unsupported(
-                f"snapshot {snapshot.id} includes volumes, which a file cannot contain: take a snapshot of the sandbox "
-                "without volumes, and export that"
+                f"snapshot {snapshot.id} includes volumes, which its file cannot contain: take a snapshot of the "
+                "sandbox without volumes, and export that. To export a volume, take a snapshot of the volume"
             )
+        return await self._open_export(
+            snapshot, lambda: self._host.open_snapshot(snapshot, memory=memory), partial(_make_manifest, snapshot)
+        )
+
+    async def export_volume(self, ref: str, snapshot_ref: str) -> Export:
+        """Open a snapshot of a volume for an export. See ``export``."""
+        volume = self._index.get_volume(ref)
+        snapshot = self._index.get_volume_snapshot(snapshot_ref, volume)
+        self._require_ability()
+        make_manifest = partial(_make_volume_manifest, volume, snapshot)
+        return await self._open_export(snapshot, lambda: self._host.open_volume_snapshot(snapshot), make_manifest)
+
+    async def _open_export(
+        self,
+        snapshot: Snapshot | VolumeSnapshot,
+        open_source: Callable[[], Awaitable[_Source]],
+        make_manifest: Callable[[_Source, list[Part]], Manifest | VolumeManifest],
+    ) -> Export:
         with contextlib.ExitStack() as stack:
             stack.enter_context(self.slot_held())
             async with self._collector.pinned_then_collected(snapshot):
-                source = await self._host.open_snapshot(snapshot, memory=memory)
+                source = await open_source()
             stack.callback(source.close)
-            export = Export(self.get_signer(), snapshot, source)
+            export = Export(self.get_signer(), source, partial(make_manifest, source))
             await finish_despite_cancellation(asyncio.to_thread(export.prepare))
             export.on_close = stack.pop_all()
         return export
@@ -106,43 +136,104 @@ class Transfers:
         memory cannot be restored on this host, only the disk is imported, and ``Snapshot.imported`` says so.
         ``head_only``: for a plan session. The file may end after its head, and its contents are not read.
         """
-        self._require_ability()
-        from sandbox_gateway.engine.transfer.container import Decoder
-        from sandbox_gateway.engine.transfer.signing import check_fingerprint
-
-        trusted_fingerprints = {check_fingerprint(each) for each in trust}
         new_names = [require_valid_name(name)] if name else None
-        with self.slot_held():
-            decoder = Decoder()
-            batches = join_into_batches(pieces)
-            manifest = await _read_manifest(decoder, batches)
-            signer = self._require_trusted(decoder, trusted_fingerprints)
-            snapshot = self._create_record(manifest, signer)
+        async with self._opened(pieces, trust) as file:
+            manifest = file.manifest
+            if manifest.kind == "volume":
+                raise Invalid(
+                    "the snapshot file contains a snapshot of a volume, not of a sandbox: import it with "
+                    "`sandboxctl volume import`"
+                )
+            snapshot = self._create_record(manifest, file.signer)
             snapshot.names = new_names or [*manifest.names]
             has_memory = snapshot.memory is not MemoryMode.NONE
             set_memory_mode(snapshot.memory)
             disk_bytes = manifest.sum_data_bytes(memory=False)
             memory_bytes = manifest.sum_data_bytes(memory=has_memory) - disk_bytes
             sizes = {part.name: part.size for part in manifest.parts if has_memory or part.name not in MEMORY_PARTS}
+
+            async def commit(target: ImportTarget) -> None:
+                await target.commit()
+                self._index.put(snapshot)
+                self._context.events.publish("snapshot.imported", snapshotID=snapshot.id)
+
             async with self._room.reserved_for_import(disk_bytes, memory_bytes) as pending_import:
                 with self._index.reserved(snapshot.names):
                     target = await self._host.begin_import(snapshot, sizes, line=manifest.line)
                     try:
                         if not head_only:
-                            await _write_chunks(decoder, batches, target, sizes, pending_import)
-                        await finish_despite_cancellation(self._commit(target, snapshot))
+                            await _write_chunks(file, target, sizes, pending_import)
+                        await finish_despite_cancellation(commit(target))
                     except BaseException:
                         if snapshot.id not in self._index.snapshots:
                             await target.discard()
                         raise
         if not head_only:
-            log.info("imported", snapshot=snapshot.id, signer=signer, release=manifest.release)
+            log.info("imported", snapshot=snapshot.id, signer=file.signer, release=manifest.release)
         return snapshot
 
-    async def _commit(self, target: SnapshotTarget, snapshot: Snapshot) -> None:
-        await target.commit()
-        self._index.put(snapshot)
-        self._context.events.publish("snapshot.imported", snapshotID=snapshot.id)
+    @measured("volume.import")
+    async def import_volume(
+        self,
+        pieces: AsyncIterator[bytes],
+        *,
+        name: str | None = None,
+        trust: Collection[str] = (),
+        head_only: bool = False,
+    ) -> Volume:
+        """Create a volume from the pieces of a file with a snapshot of a volume.
+
+        ``name`` replaces the name of the volume in the file. The other arguments are those of ``import_``.
+        """
+        name = require_valid_name(name) if name else None
+        async with self._opened(pieces, trust) as file:
+            manifest = file.manifest
+            if manifest.kind != "volume":
+                raise Invalid(
+                    f"the snapshot file contains a {manifest.kind}, not a snapshot of a volume: import it with "
+                    "`sandboxctl snapshot import`"
+                )
+            self._host.check_volume_origin(manifest.host_kind)
+            volume = Volume(
+                name=name or manifest.name,
+                size_mb=manifest.size_mb,
+                imported=ImportOrigin(snapshot=manifest.snapshot_id, signer=file.signer),
+            )
+            (part,) = manifest.parts
+
+            async def commit(target: ImportTarget) -> None:
+                await target.commit()
+                self._index.put(volume)
+                self._context.events.publish("volume.imported", volumeID=volume.name, sizeMB=volume.size_mb)
+
+            async with self._room.reserved_for_import(part.data_bytes, 0) as pending_import:
+                with self._index.reserved([volume.name]):
+                    target = await self._host.begin_volume_import(volume, part.name, part.size)
+                    try:
+                        if not head_only:
+                            await _write_chunks(file, target, [part.name], pending_import)
+                        await finish_despite_cancellation(commit(target))
+                    except BaseException:
+                        if volume.id not in self._index.volumes:
+                            await target.discard()
+                        raise
+        if not head_only:
+            log.info("imported", volume=volume.id, signer=file.signer, release=manifest.release)
+        return volume
+
+    @contextlib.asynccontextmanager
+    async def _opened(self, pieces: AsyncIterator[bytes], trust: Collection[str]) -> AsyncIterator[_OpenFile]:
+        """Take a slot, read the manifest of a file, and check its signer. Raises GatewayError."""
+        self._require_ability()
+        from sandbox_gateway.engine.transfer.container import Decoder
+        from sandbox_gateway.engine.transfer.signing import check_fingerprint
+
+        trusted_fingerprints = {check_fingerprint(each) for each in trust}
+        with self.slot_held():
+            decoder = Decoder()
+            batches = join_into_batches(pieces)
+            manifest = await _read_manifest(decoder, batches)
+            yield _OpenFile(decoder, batches, manifest, self._require_trusted(decoder, trusted_fingerprints))
 
     def _require_trusted(self, decoder: Decoder, trusted_fingerprints: Collection[str]) -> str:
         """Return the fingerprint of the signer. Raises Untrusted if it is unknown."""
@@ -200,22 +291,34 @@ class Transfers:
             self._active_count -= 1
 
 
-class Export:
-    """An export of one snapshot."""
+@dataclass(frozen=True)
+class _OpenFile:
+    """A file that is being imported. ``batches``: the rest of it. ``signer``: a fingerprint, which is trusted."""
 
-    def __init__(self, signer: Signer, snapshot: Snapshot, source: SnapshotSource) -> None:
+    decoder: Decoder
+    batches: AsyncIterator[bytes]
+    manifest: Manifest | VolumeManifest
+    signer: str
+
+
+class Export:
+    """An export of one snapshot. ``make_manifest``: creates the manifest from its parts."""
+
+    def __init__(
+        self, signer: Signer, source: PartSource, make_manifest: Callable[[list[Part]], Manifest | VolumeManifest]
+    ) -> None:
         self._signer = signer
-        self._snapshot = snapshot
         self._source = source
+        self._make_manifest = make_manifest
         self._pending_tasks: deque[asyncio.Task[bytes]] = deque()
         """Chunks that threads are reading and compressing, in the order of the file."""
         self.on_close = contextlib.ExitStack()
 
     def prepare(self) -> None:
         """Measure the parts. This blocks the calling thread."""
-        from sandbox_gateway.engine.transfer.manifest import MachinePlatform, Manifest, Part, Sizes
+        from sandbox_gateway.engine.transfer.manifest import Part
 
-        snapshot, source = self._snapshot, self._source
+        source = self._source
         # List the extents only once: reading a file can change where the kernel says that it has data.
         self._extents = {
             part: _join_extents(source.extents(part), source.sizes[part])
@@ -230,20 +333,7 @@ class Export:
             )
             for part, extents in self._extents.items()
         ]
-        sizes = snapshot.resources
-        self.manifest: Manifest = Manifest(
-            snapshot_id=snapshot.id,
-            kind="template" if snapshot.kind is SnapshotKind.TEMPLATE else "snapshot",
-            names=snapshot.names[:_MAX_NAMES],
-            description=remove_control_characters(snapshot.description)[:_MAX_DESCRIPTION_LENGTH],
-            release=__version__,
-            host_kind="jail_zfs" if SnapshotPart.STREAM in source.sizes else "kvm_xfs",
-            architecture=source.architecture,
-            sizes=Sizes(cpus=sizes.cpus, memory_mb=sizes.memory_mb, disk_mb=sizes.disk_mb),
-            platform=MachinePlatform(**source.platform) if source.platform else None,
-            line=source.line,
-            parts=parts,
-        )
+        self.manifest: Manifest | VolumeManifest = self._make_manifest(parts)
 
     async def read_pieces(self) -> AsyncIterator[bytes]:
         """Yield the bytes of the file. Several threads compress chunks; only a few chunks are in memory."""
@@ -290,6 +380,48 @@ class Export:
             self.on_close.close()
 
 
+def _make_manifest(snapshot: Snapshot, source: SnapshotSource, parts: list[Part]) -> Manifest:
+    from sandbox_gateway.engine.transfer.manifest import MachinePlatform, Manifest, Sizes
+
+    sizes = snapshot.resources
+    return Manifest(
+        snapshot_id=snapshot.id,
+        kind="template" if snapshot.kind is SnapshotKind.TEMPLATE else "snapshot",
+        names=snapshot.names[:_MAX_NAMES],
+        description=remove_control_characters(snapshot.description)[:_MAX_DESCRIPTION_LENGTH],
+        release=__version__,
+        host_kind=_get_host_kind(source),
+        architecture=source.architecture,
+        sizes=Sizes(cpus=sizes.cpus, memory_mb=sizes.memory_mb, disk_mb=sizes.disk_mb),
+        platform=MachinePlatform(**source.platform) if source.platform else None,
+        line=source.line,
+        parts=parts,
+    )
+
+
+def _make_volume_manifest(
+    volume: Volume, snapshot: VolumeSnapshot, source: PartSource, parts: list[Part]
+) -> VolumeManifest:
+    from sandbox_gateway.engine.transfer.manifest import VolumeManifest
+
+    # If an enlargement has failed, the image is larger than the volume.
+    image_mb = source.sizes.get(SnapshotPart.VOLUME, 0) >> 20
+    return VolumeManifest(
+        snapshot_id=snapshot.id,
+        kind="volume",
+        name=volume.name,
+        snapshot_name=snapshot.name,
+        size_mb=max(snapshot.size_mb, image_mb),
+        release=__version__,
+        host_kind=_get_host_kind(source),
+        parts=parts,
+    )
+
+
+def _get_host_kind(source: PartSource) -> Literal["kvm_xfs", "jail_zfs"]:
+    return "jail_zfs" if SnapshotPart.STREAM in source.sizes else "kvm_xfs"
+
+
 def _join_extents(extents: Iterable[tuple[int, int]], size: int) -> array[int]:
     """Return the alternating starts and ends of ``extents``, extended to whole blocks. Joins extents that then touch.
 
@@ -323,7 +455,7 @@ async def join_into_batches(pieces: AsyncIterator[bytes]) -> AsyncIterator[bytes
     yield bytes(buffer)
 
 
-async def _read_manifest(decoder: Decoder, batches: AsyncIterator[bytes]) -> Manifest:
+async def _read_manifest(decoder: Decoder, batches: AsyncIterator[bytes]) -> Manifest | VolumeManifest:
     """Read a file until its manifest has arrived. Raises GatewayError."""
     async for batch in batches:
         decoder.feed(batch)
@@ -333,17 +465,16 @@ async def _read_manifest(decoder: Decoder, batches: AsyncIterator[bytes]) -> Man
 
 
 async def _write_chunks(
-    decoder: Decoder,
-    batches: AsyncIterator[bytes],
-    target: SnapshotTarget,
+    file: _OpenFile,
+    target: ImportTarget,
     parts: Collection[SnapshotPart],
     pending_import: PendingImport,
 ) -> None:
     """Read the rest of a file, and write the chunks of ``parts``. All chunks are checked. Raises GatewayError."""
 
     def write(batch: bytes) -> None:
-        decoder.feed(batch)
-        for chunk in decoder.read_chunks():
+        file.decoder.feed(batch)
+        for chunk in file.decoder.read_chunks():
             if chunk.part.name in parts:
                 target.write(chunk.part.name, chunk.offset, chunk.data)
                 # A stream is stored in another place until it is complete.
@@ -351,6 +482,6 @@ async def _write_chunks(
                     pending_import.count_written_bytes(len(chunk.data), memory=chunk.part.name in MEMORY_PARTS)
 
     await finish_despite_cancellation(asyncio.to_thread(write, b""))
-    async for batch in batches:
+    async for batch in file.batches:
         await finish_despite_cancellation(asyncio.to_thread(write, batch))
-    decoder.close()
+    file.decoder.close()

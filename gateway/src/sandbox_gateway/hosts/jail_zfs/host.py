@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -19,19 +20,20 @@ from sandbox_gateway.hosts.base import (
     Abilities,
     Endpoint,
     GuestMount,
+    ImportTarget,
     Load,
     Log,
+    PartSource,
     Room,
     Scan,
     SlowCommand,
     SnapshotPart,
     SnapshotSource,
-    SnapshotTarget,
     StorageCommands,
     Usage,
     VolumeState,
 )
-from sandbox_gateway.hosts.import_check import require_compatible_origin
+from sandbox_gateway.hosts.import_check import require_compatible_origin, require_same_host_kind
 from sandbox_gateway.hosts.jail_zfs import transfer
 from sandbox_gateway.hosts.jail_zfs.commands import CommandRunner
 from sandbox_gateway.hosts.jail_zfs.disk_usage import DiskUsage
@@ -283,7 +285,11 @@ class JailZfsHost:
     async def open_snapshot(self, snapshot: Snapshot, *, memory: bool) -> SnapshotSource:
         return await finish_despite_cancellation(
             run_in_thread(
-                transfer.open_source, self._storage.streams, snapshot, self._config.host.state_root, self._reserve_bytes
+                transfer.open_source,
+                self._storage.streams,
+                snapshot.id,
+                self._config.host.state_root,
+                self._reserve_bytes,
             )
         )
 
@@ -291,11 +297,12 @@ class JailZfsHost:
         require_compatible_origin(host_kind, architecture, kind=self.kind)
         return ""
 
-    async def begin_import(
-        self, snapshot: Snapshot, sizes: Mapping[SnapshotPart, int], *, line: bool
-    ) -> SnapshotTarget:
+    async def begin_import(self, snapshot: Snapshot, sizes: Mapping[SnapshotPart, int], *, line: bool) -> ImportTarget:
         target = transfer.StreamTarget(
-            self._storage.streams, snapshot, self._config.host.state_root, self._disks.add_snapshot
+            self._config.host.state_root,
+            receive=partial(self._storage.streams.receive, snapshot),
+            discard=partial(self._storage.streams.discard, snapshot),
+            on_commit=partial(self._disks.add_snapshot, snapshot),
         )
         await finish_despite_cancellation(run_in_thread(target.create, sizes[SnapshotPart.STREAM], self._reserve_bytes))
         return target
@@ -329,6 +336,29 @@ class JailZfsHost:
 
     async def rollback_volume(self, volume: Volume, snapshot: VolumeSnapshot) -> None:
         await self._volumes.rollback(volume, snapshot)
+
+    async def open_volume_snapshot(self, snapshot: VolumeSnapshot) -> PartSource:
+        return await finish_despite_cancellation(
+            run_in_thread(
+                transfer.open_source,
+                self._storage.volume_streams,
+                snapshot.id,
+                self._config.host.state_root,
+                self._reserve_bytes,
+            )
+        )
+
+    def check_volume_origin(self, host_kind: str) -> None:
+        require_same_host_kind(host_kind, kind=self.kind)
+
+    async def begin_volume_import(self, volume: Volume, part: SnapshotPart, size: int) -> ImportTarget:
+        target = transfer.StreamTarget(
+            self._config.host.state_root,
+            receive=partial(self._storage.volume_streams.receive, volume),
+            discard=partial(self._storage.volume_streams.discard, volume),
+        )
+        await finish_despite_cancellation(run_in_thread(target.create, size, self._reserve_bytes))
+        return target
 
     async def attach(self, sandbox: Sandbox, mount: Mount) -> None:
         await self._volumes.attach(sandbox, mount)

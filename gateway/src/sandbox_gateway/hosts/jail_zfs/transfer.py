@@ -1,4 +1,4 @@
-"""Export snapshots of jails as ZFS streams, and import them.
+"""Export snapshots of jails and volumes as ZFS streams, and import them.
 
 The header of a file states the size of each part, and a file can be authenticated only after its end has been read.
 Therefore, exports and imports store the whole stream in an unnamed temporary file, which a crash cannot leave behind.
@@ -11,23 +11,31 @@ import shutil
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import BinaryIO
+from typing import BinaryIO, Protocol
 
 from sandbox_gateway.errors import BackendFailed, NoSpace
 from sandbox_gateway.hosts.base import SnapshotPart
-from sandbox_gateway.hosts.jail_zfs.storage.snapshot_streams import SnapshotStreams
 from sandbox_gateway.hosts.os_errors import translated_os_errors
 from sandbox_gateway.hosts.positional_writes import write_all
 from sandbox_gateway.hosts.threads import run_in_thread
 from sandbox_gateway.log import Logger
-from sandbox_gateway.records import Snapshot
 from sandbox_gateway.tasks import clean_up, finish_despite_cancellation
 
 log = Logger("jail_zfs")
 
 
+class Streams(Protocol):
+    """Sends the snapshots of sandboxes, or those of volumes. Methods block, are thread-safe, and raise GatewayError."""
+
+    def measure(self, snapshot_id: str) -> int:
+        """Return the number of bytes that the snapshot's files use in the pool."""
+
+    def send(self, snapshot_id: str, file: int) -> None:
+        """Write a stream that contains the whole snapshot, without properties, to the descriptor ``file``."""
+
+
 class StreamSource:
-    """The stream of a snapshot: an implementation of hosts.base.SnapshotSource."""
+    """The stream of a snapshot: an implementation of hosts.base.SnapshotSource and PartSource."""
 
     line = False
 
@@ -50,15 +58,15 @@ class StreamSource:
         self._file.close()
 
 
-def open_source(streams: SnapshotStreams, snapshot: Snapshot, directory: Path, reserve_bytes: int) -> StreamSource:
+def open_source(streams: Streams, snapshot_id: str, directory: Path, reserve_bytes: int) -> StreamSource:
     """Send a snapshot to a temporary file in ``directory``, on whose disk ``reserve_bytes`` stay free. Blocks.
 
     Raises GatewayError.
     """
     # If the dataset is compressed, the stream can be larger. Sending it then fails.
-    file = _create_file(directory, streams.measure(snapshot.id) + reserve_bytes, "export the snapshot")
+    file = _create_file(directory, streams.measure(snapshot_id) + reserve_bytes, "export the snapshot")
     try:
-        streams.send(snapshot.id, file.fileno())
+        streams.send(snapshot_id, file.fileno())
         return StreamSource(file)
     except BaseException:
         file.close()
@@ -66,14 +74,23 @@ def open_source(streams: SnapshotStreams, snapshot: Snapshot, directory: Path, r
 
 
 class StreamTarget:
-    """A snapshot that is being imported: an implementation of hosts.base.SnapshotTarget."""
+    """A snapshot or volume that is being imported: an implementation of hosts.base.ImportTarget.
+
+    ``receive``: creates it from the stream in a descriptor. ``discard``: removes it, and what a failed ``receive`` left
+    behind. Both block. ``on_commit``: called at the end of ``commit``.
+    """
 
     def __init__(
-        self, streams: SnapshotStreams, snapshot: Snapshot, directory: Path, on_commit: Callable[[Snapshot], None]
+        self,
+        directory: Path,
+        *,
+        receive: Callable[[int], None],
+        discard: Callable[[], None],
+        on_commit: Callable[[], None] = lambda: None,
     ) -> None:
-        self._streams = streams
-        self._snapshot = snapshot
         self._directory = directory
+        self._receive = receive
+        self._discard = discard
         self._on_commit = on_commit
         self._file: BinaryIO | None = None
 
@@ -89,19 +106,18 @@ class StreamTarget:
             write_all(self._file.fileno(), data, offset)
 
     async def commit(self) -> None:
-        self._snapshot.host = {"zfsSnapshot": self._streams.get_full_name(self._snapshot)}
-        await finish_despite_cancellation(run_in_thread(self._receive))
-        self._on_commit(self._snapshot)
+        await finish_despite_cancellation(run_in_thread(self._receive_file))
+        self._on_commit()
 
-    def _receive(self) -> None:
+    def _receive_file(self) -> None:
         assert self._file is not None
         with self._file:
-            self._streams.receive(self._snapshot, self._file.fileno())
+            self._receive(self._file.fileno())
 
     async def discard(self) -> None:
         if self._file is not None:
             self._file.close()
-        await clean_up(log, run_in_thread(self._streams.discard, self._snapshot))
+        await clean_up(log, run_in_thread(self._discard))
 
 
 def _create_file(directory: Path, size: int, action: str) -> BinaryIO:

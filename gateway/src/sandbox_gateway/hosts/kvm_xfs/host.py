@@ -20,17 +20,18 @@ from sandbox_gateway.hosts.base import (
     Abilities,
     Endpoint,
     GuestMount,
+    ImportTarget,
     Load,
     Log,
+    PartSource,
     Room,
     Scan,
     SnapshotPart,
     SnapshotSource,
-    SnapshotTarget,
     Usage,
     VolumeState,
 )
-from sandbox_gateway.hosts.import_check import require_compatible_origin
+from sandbox_gateway.hosts.import_check import require_compatible_origin, require_same_host_kind
 from sandbox_gateway.hosts.kvm_xfs import record_files, transfer
 from sandbox_gateway.hosts.kvm_xfs.capture import Capture
 from sandbox_gateway.hosts.kvm_xfs.host_lock import HostLock
@@ -275,9 +276,7 @@ class KvmXfsHost:
         require_compatible_origin(host_kind, architecture, kind=self.kind)
         return transfer.find_platform_problem(asdict(self.platform), platform)
 
-    async def begin_import(
-        self, snapshot: Snapshot, sizes: Mapping[SnapshotPart, int], *, line: bool
-    ) -> SnapshotTarget:
+    async def begin_import(self, snapshot: Snapshot, sizes: Mapping[SnapshotPart, int], *, line: bool) -> ImportTarget:
         if snapshot.memory is not MemoryMode.NONE and (
             memory_directory := await asyncio.to_thread(self._memory_roots.find_capture_directory)
         ):
@@ -418,6 +417,15 @@ class KvmXfsHost:
 
     async def rollback_volume(self, volume: Volume, snapshot: VolumeSnapshot) -> None:
         await self._volumes.rollback(volume, snapshot)
+
+    async def open_volume_snapshot(self, snapshot: VolumeSnapshot) -> PartSource:
+        return await self._volumes.open_snapshot(snapshot)
+
+    def check_volume_origin(self, host_kind: str) -> None:
+        require_same_host_kind(host_kind, kind=self.kind)
+
+    async def begin_volume_import(self, volume: Volume, part: SnapshotPart, size: int) -> ImportTarget:
+        return await self._volumes.begin_import(volume, size)
 
     async def attach(self, sandbox: Sandbox, mount: Mount) -> None:
         await self._volumes.attach(sandbox, mount, self.endpoint(sandbox).address)

@@ -9,17 +9,16 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from contextlib import ExitStack
 from pathlib import Path
 
-from sandbox_gateway.errors import BackendFailed, Conflict
 from sandbox_gateway.hosts.base import MEMORY_PARTS, SnapshotPart
 from sandbox_gateway.hosts.kvm_xfs import commit_protocol
 from sandbox_gateway.hosts.kvm_xfs.image.layout import SnapshotFiles
-from sandbox_gateway.hosts.kvm_xfs.image.reflink import list_data_ranges
 from sandbox_gateway.hosts.kvm_xfs.image.snapshots import Snapshots
 from sandbox_gateway.hosts.kvm_xfs.memory.image_check import compute_check
+from sandbox_gateway.hosts.kvm_xfs.part_files import PartFiles
 from sandbox_gateway.hosts.os_errors import translated_os_errors
 from sandbox_gateway.hosts.positional_writes import write_all
 from sandbox_gateway.log import Logger
@@ -56,43 +55,19 @@ def find_platform_problem(own_platform: Mapping[str, str], other_platform: Mappi
     return ""
 
 
-class SnapshotFileSource:
+class SnapshotFileSource(PartFiles):
     """The open files of a snapshot: an implementation of hosts.base.SnapshotSource."""
 
     def __init__(self, files: SnapshotFiles, snapshot: Snapshot, *, memory: bool) -> None:
         """Open the files. Raises Conflict if they have been removed, or OSError."""
+        super().__init__(_list_paths(files, memory=memory), snapshot.id)
         self.architecture = os.uname().machine
         self.platform = make_portable_platform(snapshot.host["platform"]) if memory else {}
         self.line = memory and bool(snapshot.host.get("line"))
-        self._descriptors: dict[SnapshotPart, int] = {}
-        with ExitStack() as stack:
-            for part, path in _list_paths(files, memory=memory).items():
-                try:
-                    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-                except FileNotFoundError:
-                    raise Conflict(f"snapshot {snapshot.id} is being removed: export another snapshot") from None
-                stack.callback(os.close, descriptor)
-                self._descriptors[part] = descriptor
-            self.sizes = {part: os.fstat(descriptor).st_size for part, descriptor in self._descriptors.items()}
-            self._stack = stack.pop_all()
-
-    def extents(self, part: SnapshotPart) -> Iterator[tuple[int, int]]:
-        with translated_os_errors():
-            yield from list_data_ranges(self._descriptors[part])
-
-    def read(self, part: SnapshotPart, offset: int, length: int) -> bytes:
-        with translated_os_errors():
-            data = os.pread(self._descriptors[part], length, offset)
-        if len(data) != length:
-            raise BackendFailed(f"the {part} of the snapshot was truncated during the export: export another snapshot")
-        return data
-
-    def close(self) -> None:
-        self._stack.close()
 
 
 class SnapshotFileTarget:
-    """The files of a snapshot in its partial directory: an implementation of hosts.base.SnapshotTarget."""
+    """The files of a snapshot in its partial directory: an implementation of hosts.base.ImportTarget."""
 
     def __init__(self, snapshots: Snapshots, snapshot: Snapshot, platform: Mapping[str, str], *, line: bool) -> None:
         """``platform``: this host's platform, which equals the platform of the memory."""

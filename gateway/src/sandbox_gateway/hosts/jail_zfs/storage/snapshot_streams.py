@@ -37,18 +37,14 @@ class SnapshotStreams:
     @translate_errors
     def measure(self, snapshot_id: str) -> int:
         """Return the number of bytes that the snapshot's files use in the pool."""
-
-        def measure(name: str) -> int:
-            return zfs_core.get_props([name], ["referenced"])[name]["referenced"].number
-
-        return self._names.call_with_name(snapshot_id, measure)
+        return measure(self._names, snapshot_id)
 
     @translate_errors
     def send(self, snapshot_id: str, file: int) -> None:
         """Write a stream that contains the whole snapshot, without properties, to the descriptor ``file``."""
-        self._names.call_with_name(snapshot_id, lambda name: zfs_core.lzc_send(name, None, file))
+        send(self._names, snapshot_id, file)
 
-    def get_full_name(self, record: Snapshot) -> str:
+    def _make_full_name(self, record: Snapshot) -> str:
         """Return the full name, ``dataset@snapshot``, that a received snapshot gets."""
         if record.kind is SnapshotKind.TEMPLATE:
             return f"{self._root.dataset}/{TEMPLATE_PREFIX}{record.id}@{BASE_NAME}"
@@ -56,12 +52,14 @@ class SnapshotStreams:
 
     @translate_errors
     def receive(self, record: Snapshot, file: int) -> None:
-        """Create a snapshot from the stream at the current position of ``file``.
+        """Create a snapshot from the stream at the current position of ``file``, and set ``record.host``.
 
         The dataset gets its final name last. The next scan removes a dataset that was not renamed.
         """
-        _check_stream(file)
-        dataset, _, short_name = self.get_full_name(record).partition("@")
+        check_stream(file)
+        full_name = self._make_full_name(record)
+        record.host = {"zfsSnapshot": full_name}
+        dataset, _, short_name = full_name.partition("@")
         partial_dataset = self._make_partial_name(record)
         partial_name, name = f"{partial_dataset}@{short_name}", f"{dataset}@{short_name}"
         try:
@@ -74,7 +72,7 @@ class SnapshotStreams:
         except BaseException:
             self._records.forget(record.id, partial_name)
             with suppress(zfs_core.exceptions.ZFSError):
-                _destroy_partial_dataset(partial_dataset)
+                destroy_partial_dataset(partial_dataset)
             raise
         with self._root.index_lock:
             self._names.add({record.id: name})
@@ -85,25 +83,42 @@ class SnapshotStreams:
         """Remove a received snapshot, and anything that a failed ``receive`` left behind."""
         with suppress(NotFound):
             self._snapshots.destroy(record.id)
-        _destroy_partial_dataset(self._make_partial_name(record))
+        destroy_partial_dataset(self._make_partial_name(record))
 
     def _make_partial_name(self, record: Snapshot) -> str:
-        return self._root.make_child_name(RETIRED, f"{IMPORT_PREFIX}{record.id}")
+        return make_partial_name(self._root, record.id)
 
     def sweep(self, datasets: list[str]) -> list[str]:
         """Remove datasets of interrupted imports. Returns a sentence for each."""
         reason = "because its import was interrupted"
-        return [attempt(name, "removed", reason, partial(_destroy_partial_dataset, name)) for name in datasets]
+        return [attempt(name, "removed", reason, partial(destroy_partial_dataset, name)) for name in datasets]
 
 
-def _destroy_partial_dataset(dataset: str) -> None:
-    """Destroy a dataset that has only the snapshot of its import. Does nothing if it does not exist."""
+def make_partial_name(root: RootDataset, id: str) -> str:
+    """Return the name of the dataset in which an import is created. The next scan removes such datasets."""
+    return root.make_child_name(RETIRED, f"{IMPORT_PREFIX}{id}")
+
+
+def measure(names: SnapshotNames, snapshot_id: str) -> int:
+    """Return the number of bytes that a snapshot's files use in the pool. Raises NotFound and ZFSError."""
+    return names.call_with_name(
+        snapshot_id, lambda name: zfs_core.get_props([name], ["referenced"])[name]["referenced"].number
+    )
+
+
+def send(names: SnapshotNames, snapshot_id: str, file: int) -> None:
+    """Write a stream that contains a whole snapshot, without properties, to ``file``. Raises NotFound and ZFSError."""
+    names.call_with_name(snapshot_id, lambda name: zfs_core.lzc_send(name, None, file))
+
+
+def destroy_partial_dataset(dataset: str) -> None:
+    """Destroy a dataset that has at most the snapshot of its import. Does nothing if it does not exist."""
     with suppress(zfs_core.exceptions.FilesystemNotFound):
         zfs_core.lzc_destroy_snaps(zfs_core.list_snapshots(dataset), defer=False)
         zfs_core.lzc_destroy(dataset, unmounted=True)
 
 
-def _check_stream(file: int) -> None:
+def check_stream(file: int) -> None:
     """Raise Invalid unless the stream contains exactly one complete snapshot of a file system."""
     record = peek_begin_record(file)
     if record is None:

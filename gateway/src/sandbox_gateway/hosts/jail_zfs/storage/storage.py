@@ -33,6 +33,7 @@ from sandbox_gateway.hosts.jail_zfs.storage.snapshots import SnapshotStorage
 from sandbox_gateway.hosts.jail_zfs.storage.volume_datasets import VolumeDatasets
 from sandbox_gateway.hosts.jail_zfs.storage.volume_scan import VOLUME_SCAN_PROPERTIES, interpret_volumes
 from sandbox_gateway.hosts.jail_zfs.storage.volume_snapshots import VolumeSnapshots
+from sandbox_gateway.hosts.jail_zfs.storage.volume_streams import VolumeStreams
 from sandbox_gateway.hosts.jail_zfs.storage.volumes import VolumeStorage
 from sandbox_gateway.hosts.jail_zfs.storage.zfs_errors import translate_errors, translated_errors
 from sandbox_gateway.records import Sandbox, Snapshot, Volume, VolumeSnapshot, refuse_newer_records
@@ -72,6 +73,7 @@ class ZfsStorage:
         self.volumes = VolumeStorage(self.root, self._ballast, self._records, volume_datasets, self.volume_snapshots)
         self.snapshots = SnapshotStorage(self.root, self._records, self._names, self.instances, self.volume_snapshots)
         self.streams = SnapshotStreams(self.root, self._records, self._names, self.snapshots)
+        self.volume_streams = VolumeStreams(self.root, self._records, self.volume_snapshots.names, volume_datasets)
 
     @translate_errors
     def open(self) -> list[str]:

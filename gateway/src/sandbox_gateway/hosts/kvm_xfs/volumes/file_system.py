@@ -16,7 +16,7 @@ import time
 from pathlib import Path
 
 from sandbox_gateway.command import run_async
-from sandbox_gateway.errors import BackendFailed
+from sandbox_gateway.errors import BackendFailed, Invalid
 from sandbox_gateway.hosts.kvm_xfs.process_checks import send_signal, wait_until_ended
 from sandbox_gateway.hosts.kvm_xfs.volumes.launcher import BLOCK_BYTES, EXT4_IOC_RESIZE_FS, read_block_counts
 from sandbox_gateway.hosts.kvm_xfs.volumes.server_process import ServerProcess
@@ -27,6 +27,8 @@ _FORMAT_TIMEOUT_SECONDS = 120.0
 _RESIZE_TIMEOUT_SECONDS = 600.0
 _LOOP_SET_CAPACITY = 0x4C07
 _CAP_SYS_RESOURCE = 24
+_EXT4_MAGIC = 0xEF53
+_EXT4_JOURNAL_INODE = 8
 
 _libc = ctypes.CDLL(None, use_errno=True)
 
@@ -172,13 +174,47 @@ async def grow_offline(image: Path) -> None:
     await run_with_timeout(
         lambda: wait_until_released(image, deadline), _RELEASE_TIMEOUT_SECONDS, f"the image {image} was not released"
     )
-    result = await run_async(["e2fsck", "-f", "-p", str(image)], timeout=_RESIZE_TIMEOUT_SECONDS, check=False)
-    if result.returncode > 1:
+    if problem := await _repair(image):
         raise BackendFailed(
-            f"the file system in {image} is damaged ({result.stdout.strip()[-500:]}): roll the volume back to one "
-            "of its snapshots"
+            f"the file system in {image} is damaged ({problem}): roll the volume back to one of its snapshots"
         )
     await run_async(["resize2fs", str(image)], timeout=_RESIZE_TIMEOUT_SECONDS)
+
+
+async def repair_imported_image(image: Path) -> None:
+    """Check all of an unmounted file system before it is mounted for the first time, and replay its journal.
+
+    Raises Invalid if it is damaged, or not a file system that ``format_image`` could have created.
+    """
+    if problem := _find_superblock_problem(image) or (await _repair(image)).replace(f"{image}", "it"):
+        raise Invalid(f"the file system in the snapshot file is damaged ({problem}): export the snapshot again")
+
+
+def _find_superblock_problem(image: Path) -> str:
+    """Return, as a clause, why a file system cannot come from a volume, or "". A foreign journal could name a disk."""
+    with image.open("rb") as file:
+        superblock = os.pread(file.fileno(), 1024, 1024)
+    (magic,) = struct.unpack_from("<H", superblock, 0x38)
+    (block_size_log,) = struct.unpack_from("<I", superblock, 0x18)
+    journal_uuid, journal_inode, journal_device = struct.unpack_from("<16s2I", superblock, 0xD0)
+    if magic != _EXT4_MAGIC or 1024 << min(block_size_log, 32) != BLOCK_BYTES:
+        return f"it is not an ext4 file system with blocks of {BLOCK_BYTES} bytes"
+    if journal_inode != _EXT4_JOURNAL_INODE or journal_device or any(journal_uuid):
+        return "it does not contain its journal"
+    return ""
+
+
+async def _repair(image: Path) -> str:
+    """Repair an unmounted file system as far as that is safe. Return the output if this was not enough, or ""."""
+    result = await run_async(["e2fsck", "-f", "-p", str(image)], timeout=_RESIZE_TIMEOUT_SECONDS, check=False)
+    if result.returncode > 1:
+        return (result.stdout + result.stderr).strip()[-500:] or f"e2fsck ended with {result.returncode}"
+    if "/lost+found not found" in result.stdout:
+        # e2fsck has created it again: see format_image. This does nothing if files were recovered to it.
+        await run_async(
+            ["debugfs", "-w", "-R", "rmdir lost+found", str(image)], timeout=_FORMAT_TIMEOUT_SECONDS, check=False
+        )
+    return ""
 
 
 def can_resize() -> bool:

@@ -16,8 +16,10 @@ from dataclasses import dataclass, field
 from sandbox_gateway.errors import GatewayError, NotFound
 from sandbox_gateway.hosts.base import GuestMount, Scan, VolumeState
 from sandbox_gateway.hosts.kvm_xfs.image.layout import Layout
+from sandbox_gateway.hosts.kvm_xfs.part_files import PartFiles
 from sandbox_gateway.hosts.kvm_xfs.quarantine import Quarantine
 from sandbox_gateway.hosts.kvm_xfs.record_files import RecordReader
+from sandbox_gateway.hosts.kvm_xfs.volumes.image_import import VolumeImageTarget
 from sandbox_gateway.hosts.kvm_xfs.volumes.pending_snapshots import PendingSnapshots
 from sandbox_gateway.hosts.kvm_xfs.volumes.ports import Ports
 from sandbox_gateway.hosts.kvm_xfs.volumes.server_pool import ServerPool
@@ -25,7 +27,7 @@ from sandbox_gateway.hosts.kvm_xfs.volumes.store import VolumeStore
 from sandbox_gateway.hosts.os_errors import translated_os_errors
 from sandbox_gateway.log import Logger
 from sandbox_gateway.records import Mount, Sandbox, Volume, VolumeSnapshot
-from sandbox_gateway.tasks import BackgroundTasks, wait_for_all
+from sandbox_gateway.tasks import BackgroundTasks, finish_despite_cancellation, wait_for_all
 
 log = Logger("volumes")
 
@@ -111,6 +113,29 @@ class KvmVolumes:
             self._ports.release(port)
             raise
         self._shares[volume.id] = _Share(volume.id, port)
+
+    async def open_snapshot(self, snapshot: VolumeSnapshot) -> PartFiles:
+        with translated_os_errors():
+            return await asyncio.to_thread(self._store.open_snapshot, snapshot)
+
+    async def begin_import(self, volume: Volume, size: int) -> VolumeImageTarget:
+        port = self._ports.take()
+        volume.host = {"port": port}
+
+        def add_share() -> None:
+            self._shares[volume.id] = _Share(volume.id, port)
+
+        def release() -> None:
+            self._shares.pop(volume.id, None)
+            self._ports.release(port)
+
+        target = VolumeImageTarget(self._store, volume, on_commit=add_share, on_discard=release)
+        try:
+            await finish_despite_cancellation(asyncio.to_thread(target.create, size))
+        except BaseException:
+            await target.discard()
+            raise
+        return target
 
     async def grow(self, volume: Volume, size_mb: int) -> None:
         share = self._require_share(volume.id)

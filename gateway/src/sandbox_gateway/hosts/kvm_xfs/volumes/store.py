@@ -20,12 +20,13 @@ from pathlib import Path
 from pydantic import ValidationError
 
 from sandbox_gateway.errors import BackendFailed, Conflict
-from sandbox_gateway.hosts.base import Scan
+from sandbox_gateway.hosts.base import Scan, SnapshotPart
 from sandbox_gateway.hosts.kvm_xfs import commit_protocol, record_files
 from sandbox_gateway.hosts.kvm_xfs.commit_protocol import PARTIAL_PREFIX
 from sandbox_gateway.hosts.kvm_xfs.image import reflink
 from sandbox_gateway.hosts.kvm_xfs.image.layout import VOLUME_IMAGE_NAME, VOLUME_SNAPSHOTS_NAME, Layout
 from sandbox_gateway.hosts.kvm_xfs.network.addresses import VOLUME_PORTS
+from sandbox_gateway.hosts.kvm_xfs.part_files import PartFiles
 from sandbox_gateway.hosts.kvm_xfs.quarantine import Quarantine
 from sandbox_gateway.hosts.kvm_xfs.record_files import MANIFEST, RecordReader
 from sandbox_gateway.hosts.kvm_xfs.volumes.file_system import format_image
@@ -75,6 +76,23 @@ class VolumeStore:
                 )
             await asyncio.to_thread(_finish_volume, partial_directory, final_directory, volume)
 
+    def begin_import(self, volume: Volume) -> Path:
+        """Create the partial directory of a volume, and return the path of the image to write in it."""
+        image = self.partial_image(volume)
+        image.parent.mkdir(mode=0o700)
+        (image.parent / VOLUME_SNAPSHOTS_NAME).mkdir(mode=0o700)
+        return image
+
+    def partial_image(self, volume: Volume) -> Path:
+        return commit_protocol.get_partial_directory(self._root / volume.id) / VOLUME_IMAGE_NAME
+
+    def commit_import(self, volume: Volume) -> None:
+        _finish_volume(self.partial_image(volume).parent, self._root / volume.id, volume)
+
+    def discard_import(self, volume: Volume) -> None:
+        """Remove a volume that is being imported, whether or not it is committed."""
+        commit_protocol.undo(self._root / volume.id)
+
     def grow(self, volume: str, size_mb: int) -> None:
         """Extend a volume's image to ``size_mb`` MiB. The caller must then update the record with ``save``."""
         image = self.require_image(volume)
@@ -95,6 +113,9 @@ class VolumeStore:
 
     def make_pending_snapshot(self, snapshot: VolumeSnapshot) -> PendingSnapshot:
         return PendingSnapshot(self.require_image(snapshot.volume), self._snapshot_directory(snapshot), snapshot)
+
+    def open_snapshot(self, snapshot: VolumeSnapshot) -> PartFiles:
+        return PartFiles({SnapshotPart.VOLUME: self._snapshot_directory(snapshot) / VOLUME_IMAGE_NAME}, snapshot.id)
 
     def stage(self, volume: Volume, snapshot: VolumeSnapshot) -> None:
         """Clone a snapshot's image next to the volume's image, for ``swap``, and extend it to the volume's size."""
