@@ -397,6 +397,58 @@ def test_templates_are_found_by_name(server):
     assert error_info.value.status_code == 400
 
 
+@covers("Template.assign_tags", "Template.get_tags")
+@covers("Template.remove_tags", note="a build without a tag is removed with its last sandbox")
+def test_tags_stand_for_builds_of_a_template(server, create_sandbox):
+    template = server.gateway.call("GET", f"/templates/{server.template}")
+    tag_info = e2b.Template.assign_tags(server.template, ["v1", "stable"])
+    assert tag_info.build_id == template["buildID"] and tag_info.tags == ["v1", "stable"]
+    assert e2b.Template.assign_tags(f"{server.template}:v1", "live").tags == ["live"]
+    tags = {tag.tag: tag for tag in e2b.Template.get_tags(server.template)}
+    assert tags.keys() == {"default", "v1", "stable", "live"}
+    assert {tag.build_id for tag in tags.values()} == {template["buildID"]}
+    assert tags["default"].created_at < tags["v1"].created_at <= tags["live"].created_at
+    for tag in ("live", "default", template["buildID"]):
+        assert create_sandbox(f"{server.template}:{tag}").get_info().template_id == template["templateID"]
+    assert e2b.Template.exists(f"{server.template}:live") and not e2b.Template.exists(f"{server.template}:v2")
+    e2b.Template.remove_tags(server.template, ["v1", "stable"])
+    e2b.Template.remove_tags(server.template, "live")
+    assert [tag.tag for tag in e2b.Template.get_tags(template["templateID"])] == ["default"]
+    with pytest.raises(e2b.SandboxException, match=":v1' not found"):
+        create_sandbox(f"{server.template}:v1")
+    with pytest.raises(e2b.TemplateException, match="the tag 'default' cannot be removed"):
+        e2b.Template.remove_tags(server.template, "default")
+    with pytest.raises(e2b.TemplateException, match="the tag 'no spaces' is not allowed"):
+        e2b.Template.assign_tags(server.template, "no spaces")
+
+
+@pytest.mark.usefixtures("requires_memory")
+@covers("Template.build", "Template.build_in_background")
+def test_a_tag_keeps_its_build_when_the_template_is_built_again(server, create_sandbox, tmp_path):
+    layout = write_layout(tmp_path / "layout", [make_small_debian_layer(tmp_path)], {"Env": ["PATH=/usr/bin:/bin"]})
+
+    def make_template(version: int) -> Any:
+        return e2b.Template().from_image(f"oci:{layout}:test").run_cmd(f"echo {version} > /version")
+
+    first_build = e2b.Template.build(make_template(1), "web", tags=["v1", "live"], cpu_count=1, memory_mb=256)
+    assert first_build.tags == ["v1", "live"]
+    second_build = e2b.Template.build_in_background(make_template(2), "web:v2", cpu_count=1, memory_mb=256)
+    assert {tag.build_id for tag in e2b.Template.get_tags("web")} == {first_build.build_id}, "it is not built yet"
+    wait_until(lambda: e2b.Template.get_build_status(second_build).status is e2b.TemplateBuildStatus.READY)
+    assert e2b.Template.assign_tags("web:v2", ["live", "default"]).build_id == second_build.build_id
+    assert {tag.tag: tag.build_id for tag in e2b.Template.get_tags("web")} == {
+        "v1": first_build.build_id,
+        "v2": second_build.build_id,
+        "live": second_build.build_id,
+        "default": second_build.build_id,
+    }
+    for ref, version in (("web:v1", 1), ("web:v2", 2), ("web:live", 2), ("web", 2), (f"web:{first_build.build_id}", 1)):
+        assert create_sandbox(ref).files.read("/version") == f"{version}\n"
+    e2b.Template.remove_tags("web", "v1")
+    assert not e2b.Template.exists("web:v1")
+    server.gateway.call("DELETE", f"/templates/{second_build.template_id}?when=unused")
+
+
 @covers("Template.get_build_status")
 def test_the_status_of_a_build_contains_its_log(server):
     template = server.gateway.call("GET", f"/templates/{server.template}")
@@ -407,7 +459,7 @@ def test_the_status_of_a_build_contains_its_log(server):
 
 
 @pytest.mark.usefixtures("requires_memory")
-@covers("Template.build", note="from images, without tags and credentials; each call runs a full build")
+@covers("Template.build", note="from images, without credentials; each call runs a full build")
 @covers("Template.get_build_status")
 def test_a_template_is_built_from_an_image_with_steps(server, create_sandbox, tmp_path):
     settings = {"Env": ["COLOUR=green", "PATH=/usr/bin"], "Cmd": ["sleep", "77777"]}
@@ -504,8 +556,6 @@ def test_a_template_is_built_from_a_dockerfile(server, create_sandbox, tmp_path)
 def test_steps_that_are_not_supported_are_refused(server):
     with pytest.raises(e2b.BuildException, match="fromTemplate: not supported, because builds start from images"):
         e2b.Template.build(e2b.Template().from_template(server.template), "refused")
-    with pytest.raises(e2b.BuildException, match="tags: not supported, because templates have names, but no tags"):
-        e2b.Template.build(e2b.Template().from_image("app:1"), "refused", tags=["stable"])
     assert not e2b.Template.exists("refused")
 
 

@@ -25,7 +25,15 @@ from sandbox_gateway.engine.spec import ForkSpec, MountSpec
 from sandbox_gateway.errors import Invalid
 from sandbox_gateway.image_references import MAX_LENGTH as MAX_IMAGE_LENGTH
 from sandbox_gateway.recipes import Recipe, Source
-from sandbox_gateway.records import Name, NetworkPolicy, OnTimeout, Resources
+from sandbox_gateway.records import (
+    TAG_SEPARATOR,
+    Name,
+    NetworkPolicy,
+    OnTimeout,
+    Resources,
+    Tag,
+    TemplateName,
+)
 from sandbox_gateway.validation import explain
 
 MAX_MOUNTS = 64
@@ -476,18 +484,27 @@ _CREDENTIALS_REFUSAL = Refusal(
 )
 
 
+Tags = Annotated[list[Tag], Field(max_length=100)]
+
+
 class AnnounceTemplate(NativeBody):
     """The first request of a build by E2B's client. `BuildFromImage` is the second one."""
 
     ignored_fields: ClassVar[Mapping[str, str]] = {"alias": "an older name for `name`", "teamID": "there are no teams"}
     refused_fields: ClassVar[Mapping[str, Refusal]] = {
-        "tags": Refusal("because templates have names, but no tags: leave it out"),
         "minFreeDiskMb": Refusal("because a template built from an image has a disk of 4096 MiB: leave it out"),
     }
 
-    name: Name
+    name: TemplateName
+    tags: Tags = Field(default_factory=list)
     cpus: int | None = Field(None, alias="cpuCount", strict=True, ge=1, le=256)
     memory_mb: int | None = Field(None, strict=True, ge=64, le=1 << 20)
+
+    def build_names(self) -> list[str]:
+        """Return NAME:TAG for each tag in `name` and `tags`, or NAME if there is none."""
+        base_name, _, tag = self.name.partition(TAG_SEPARATOR)
+        tags = [*([tag] if tag else []), *self.tags]
+        return [f"{base_name}{TAG_SEPARATOR}{each}" for each in tags] or [base_name]
 
     def build_resources(self) -> Resources:
         sizes = self.model_dump(include={"cpus", "memory_mb"}, exclude_none=True)
@@ -540,7 +557,17 @@ class RebuildTemplate(NativeBody):
 
 
 class SetAlias(NativeBody):
-    alias: Annotated[Name, BeforeValidator(_require_alias)]
+    alias: Annotated[TemplateName, BeforeValidator(_require_alias)]
+
+
+class AssignTags(NativeBody):
+    target: AnyRef = Field(description="NAME or NAME:TAG: the build that gets the tags.")
+    tags: Tags = Field(min_length=1)
+
+
+class RemoveTags(NativeBody):
+    name: AnyRef = Field(description="A template's name, without a tag.")
+    tags: Tags = Field(min_length=1)
 
 
 _COMMAND_REFUSAL = Refusal(
@@ -568,7 +595,7 @@ class CreateTemplate(Sizes):
         "enableIvshmem": Refusal("because sandboxes do not share memory with the host: leave it out"),
     }
 
-    name: Name
+    name: TemplateName
     memory_mb: int | None = Field(
         None, alias="memoryMB", validation_alias=AliasChoices("memoryMB", "memory"), strict=True, ge=64, le=1 << 20
     )
