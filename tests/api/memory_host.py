@@ -36,6 +36,7 @@ from sandbox_gateway.hosts.base import (
     VolumeState,
 )
 from sandbox_gateway.hosts.network_policy import build_egress_rules
+from sandbox_gateway.image_references import RegistryLogin
 from sandbox_gateway.recipes import Recipe, source_digest
 from sandbox_gateway.records import MemoryMode, Mount, NetworkPolicy, Sandbox, Snapshot, Volume, VolumeSnapshot
 
@@ -377,10 +378,12 @@ class MemoryHost:
     def check_recipe(self, recipe: Recipe) -> None:
         pass
 
-    async def source_digest(self, recipe: Recipe) -> str:
+    async def source_digest(self, recipe: Recipe, login: RegistryLogin | None = None) -> str:
         return await asyncio.to_thread(source_digest, recipe)
 
-    async def build_base(self, base: Snapshot, recipe: Recipe, source_digest: str, log: Log) -> str:
+    async def build_base(
+        self, base: Snapshot, recipe: Recipe, source_digest: str, log: Log, login: RegistryLogin | None = None
+    ) -> str:
         log(f"making a file system of {len(recipe.packages)} packages")
         await asyncio.sleep(self.build_seconds)
         self.disks[base.id] = {}

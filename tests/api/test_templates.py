@@ -8,7 +8,12 @@ from typing import Any
 import httpx
 import pytest
 
+from sandbox_gateway.hosts.base import Log
+from sandbox_gateway.image_references import RegistryLogin
+from sandbox_gateway.recipes import Recipe
+from sandbox_gateway.records import Snapshot
 from tests.api.memory_gateway import MemoryGateway
+from tests.api.memory_host import MemoryHost
 
 
 def test_a_ready_template_has_all_its_fields(memory_gateway: MemoryGateway, api: httpx.Client) -> None:
@@ -218,3 +223,52 @@ def test_the_lookup_of_an_invalid_alias_is_refused(api: httpx.Client, alias: str
     response = api.get(f"/templates/aliases/{alias}")
     assert response.status_code == 400 and "is not allowed" in response.json()["message"]
     assert api.get("/templates/aliases/no-such").status_code == 404
+
+
+def test_the_login_to_a_registry_must_be_complete(api: httpx.Client) -> None:
+    image = {"name": "x", "image": "registry.test/app:1"}
+    for body, words in (
+        ({**image, "registryUsername": "reader"}, "send both a user name and a password"),
+        ({**image, "registryPassword": "hunter2"}, "send both a user name and a password"),
+        ({**image, "registryUsername": "a:b", "registryPassword": "hunter2"}, "registryUsername"),
+        ({"name": "x", "registryUsername": "reader", "registryPassword": "hunter2"}, "image"),
+        ({"name": "x", "image": "oci:/a", "registryUsername": "reader", "registryPassword": "hunter2"}, "registry"),
+        ({**image, "registryUsername": "reader", "registryPassword": ["hunter2"]}, "registryPassword"),
+    ):
+        response = api.post("/templates", json=body)
+        assert response.status_code == 400 and words in response.json()["message"], response.text
+        assert "hunter2" not in response.text
+    for login in ({"type": "registry", "username": "reader"}, {"type": "gcp", "password": "hunter2"}):
+        build = api.post("/v3/templates", json={"name": "x"}).json()
+        route = f"/v2/templates/{build['templateID']}/builds/{build['buildID']}"
+        response = api.post(route, json={"fromImage": "registry.test/app:1", "fromImageRegistry": login})
+        assert response.status_code == 400 and "send both" in response.json()["message"]
+
+
+def test_the_login_to_a_registry_reaches_the_host_and_is_not_shown(
+    memory_gateway: MemoryGateway, api: httpx.Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    logins: list[RegistryLogin | None] = []
+
+    async def build_base(base: Snapshot, recipe: Recipe, digest: str, log: Log, login: RegistryLogin | None) -> str:
+        logins.append(login)
+        return await MemoryHost.build_base(memory_gateway.host, base, recipe, digest, log)
+
+    monkeypatch.setattr(memory_gateway.host, "build_base", build_base)
+    image = "registry.test/app:1"
+    build_template(api, {"name": "mine", "image": image, "registryUsername": "reader", "registryPassword": "hunter2"})
+    texts = [api.get("/templates/mine").text]
+    for login in (
+        {"type": "registry", "username": "reader", "password": "hunter3"},
+        {"type": "gcp", "serviceAccountJson": '{"key": "hunter4"}'},
+    ):
+        build = api.post("/v3/templates", json={"name": "mine"}).json()
+        path = f"/templates/{build['templateID']}/builds/{build['buildID']}"
+        texts.append(api.post(f"/v2{path}", json={"fromImage": image, "fromImageRegistry": login}).text)
+        texts += [api.get(f"{path}/logs", params={"follow": True}).text, api.get("/templates/mine").text]
+    assert logins == [
+        RegistryLogin("reader", "hunter2"),
+        RegistryLogin("reader", "hunter3"),
+        RegistryLogin("_json_key", '{"key": "hunter4"}'),
+    ]
+    assert not any("hunter" in text for text in texts)

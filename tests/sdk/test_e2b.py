@@ -21,7 +21,15 @@ from e2b.api.client_sync import get_api_client
 from tests.sdk.conftest import HTTP, Server
 from tests.sdk.coverage import covers
 from tests.support import waiting
-from tests.support.images import make_small_debian_layer, write_layout
+from tests.support.images import (
+    PASSWORD,
+    USER,
+    make_small_debian_layer,
+    push_image,
+    running_registry,
+    write_auth_file,
+    write_layout,
+)
 
 CreateSandbox = Callable[..., Sandbox]
 
@@ -459,7 +467,7 @@ def test_the_status_of_a_build_contains_its_log(server):
 
 
 @pytest.mark.usefixtures("requires_memory")
-@covers("Template.build", note="from images, without credentials; each call runs a full build")
+@covers("Template.build", note="each call runs a full build")
 @covers("Template.get_build_status")
 def test_a_template_is_built_from_an_image_with_steps(server, create_sandbox, tmp_path):
     settings = {"Env": ["COLOUR=green", "PATH=/usr/bin"], "Cmd": ["sleep", "77777"]}
@@ -534,6 +542,35 @@ def test_copy_adds_files_to_a_template(server, create_sandbox, tmp_path):
     server.gateway.call("DELETE", "/templates/copied")
 
 
+@pytest.mark.usefixtures("requires_memory")
+@covers("Template.build")
+def test_a_private_image_is_fetched_with_the_credentials_of_the_request(server, create_sandbox, tmp_path):
+    layout = write_layout(tmp_path / "layout", [make_small_debian_layer(tmp_path)], {"Env": ["PATH=/usr/bin:/bin"]})
+    with running_registry(tmp_path / "registry", with_password=True, port=server.registry_port) as registry:
+        image = f"{registry}/private:1"
+        push_image(layout, image, write_auth_file(tmp_path / "auth.json", registry))
+        for options in ({}, {"username": USER, "password": "wrong"}):
+            with pytest.raises(e2b.BuildException, match=r"refuses access to .*/private:1: check the name, and pass a"):
+                e2b.Template.build(e2b.Template().from_image(image, **options), "private")
+        messages = []
+        build = e2b.Template.build(
+            e2b.Template().from_image(image, username=USER, password=PASSWORD),
+            "private",
+            cpu_count=1,
+            memory_mb=256,
+            on_build_logs=lambda entry: messages.append(entry.message),
+        )
+        with pytest.raises(AssertionError, match="refuses access"):
+            server.gateway.call("POST", "/templates/private")
+    assert create_sandbox("private").commands.run("ls /bin/sh").exit_code == 0
+    template = server.gateway.call("GET", f"/templates/{build.template_id}")
+    assert template["recipe"]["image"] == image
+    records = [path.read_text() for path in server.gateway.state_root.rglob("*.json")]
+    assert any(build.template_id in text for text in records)
+    assert not any(PASSWORD in text for text in (str(template), *messages, *records))
+    server.gateway.call("DELETE", "/templates/private?when=unused")
+
+
 @pytest.mark.slow
 @pytest.mark.usefixtures("requires_memory")
 @covers("Template.build")
@@ -554,6 +591,12 @@ def test_a_template_is_built_from_a_dockerfile(server, create_sandbox, tmp_path)
 
 
 def test_steps_that_are_not_supported_are_refused(server):
+    aws_image = e2b.Template().from_aws_registry("registry.test/app:1", "key", "secret", "eu-west-1")
+    with pytest.raises(e2b.BuildException, match=r"awsRegion: not supported, .* user name AWS"):
+        e2b.Template.build(aws_image, "refused")
+    if server.abilities.memory:
+        with pytest.raises(e2b.BuildException, match="is not in a registry: send no user name and password"):
+            e2b.Template.build(e2b.Template().from_image("oci:/srv/image", USER, PASSWORD), "refused")
     with pytest.raises(e2b.BuildException, match="fromTemplate: not supported, because builds start from images"):
         e2b.Template.build(e2b.Template().from_template(server.template), "refused")
     assert not e2b.Template.exists("refused")

@@ -15,6 +15,7 @@ from sandbox_gateway.engine.image_steps import build_archive_path, find_archive
 from sandbox_gateway.engine.machine_lifecycle import MachineLifecycle
 from sandbox_gateway.engine.room import RoomMonitor
 from sandbox_gateway.errors import BackendFailed, Timeout
+from sandbox_gateway.image_references import RegistryLogin
 from sandbox_gateway.log import Logger
 from sandbox_gateway.recipes import Recipe
 from sandbox_gateway.records import MemoryMode, Sandbox, Snapshot, SnapshotKind
@@ -45,12 +46,12 @@ class TemplateBuilder:
         self._room = room
         self._build_files = build_files
 
-    async def build(self, build: Build, recipe: Recipe) -> Snapshot:
-        """Build a template without a name, and write its log to ``build``."""
+    async def build(self, build: Build, recipe: Recipe, login: RegistryLogin | None = None) -> Snapshot:
+        """Build a template without a name, and write its log to ``build``. ``login``: for the image's registry."""
         host = self._host
         await self._room.require_room_for_machines(1)
         base = Snapshot(kind=SnapshotKind.BASE, resources=recipe.resources)
-        image_command = await host.build_base(base, recipe, build.source_digest, build.log)
+        image_command = await host.build_base(base, recipe, build.source_digest, build.log, login)
         try:
             sandbox = self._create_sandbox_record(build, base, recipe)
             build.log("booting the base file system")

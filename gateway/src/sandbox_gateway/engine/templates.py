@@ -18,6 +18,7 @@ from sandbox_gateway.engine.record_changes import save_snapshot
 from sandbox_gateway.engine.snapshots import Snapshots
 from sandbox_gateway.engine.template_builder import TemplateBuilder
 from sandbox_gateway.errors import Conflict, GatewayError, Invalid, NameTaken, NotFound
+from sandbox_gateway.image_references import RegistryLogin
 from sandbox_gateway.log import Logger
 from sandbox_gateway.recipes import Recipe
 from sandbox_gateway.records import DEFAULT_TAG, TAG_SEPARATOR, Resources, Snapshot, SnapshotKind, new_id, now
@@ -69,14 +70,22 @@ class Templates:
         return self._snapshots.list([SnapshotKind.TEMPLATE])
 
     @measured("template.request")
-    async def build(self, name: str, recipe: Recipe, description: str = "", prewarm: int | None = None) -> Build:
+    async def build(
+        self,
+        name: str,
+        recipe: Recipe,
+        description: str = "",
+        prewarm: int | None = None,
+        login: RegistryLogin | None = None,
+    ) -> Build:
         """Build a template in the background. If a template with this name and recipe exists, return its build.
 
+        ``login``: for the registry of the recipe's image; it is forgotten after the build.
         ``prewarm``: the number of forks to keep ready. None: 0 for a new template, unchanged for an existing one.
         """
         name = require_valid_template_name(name)
         self._prewarm.check_count(self._context.host.abilities.memory, prewarm or 0)
-        digest_of_source = await self._digest_source(recipe)
+        digest_of_source = await self._digest_source(recipe, login)
         digest = recipe.compute_digest(await self.compute_guest_digest(), digest_of_source)
         if (running_build := self._find_running_build(name, digest)) is not None:
             running_build.prewarm = running_build.prewarm if prewarm is None else prewarm
@@ -97,7 +106,7 @@ class Templates:
             prewarm=prewarm or 0,
         )
         self._add_build(build)
-        self._context.background.start(self._run(build, recipe))
+        self._context.background.start(self._run(build, recipe, login))
         return build
 
     def announce(self, names: Sequence[str], resources: Resources) -> Build:
@@ -112,21 +121,27 @@ class Templates:
         return build
 
     @measured("template.request")
-    async def start(self, template_ref: str, build_id: str, make_recipe: Callable[[Resources], Recipe]) -> Build:
+    async def start(
+        self,
+        template_ref: str,
+        build_id: str,
+        make_recipe: Callable[[Resources], Recipe],
+        login: RegistryLogin | None = None,
+    ) -> Build:
         """Carry out an announced build, even if the template exists with the same recipe."""
         if self._find_announced_build(template_ref, build_id) is None:
             raise NotFound("build", build_id, parent=template_ref)
         build, resources = self._announced_builds[build_id]
         recipe = make_recipe(resources)
         self._build_files.require_archives(recipe.setup)
-        digest_of_source = await self._digest_source(recipe)
+        digest_of_source = await self._digest_source(recipe, login)
         digest = recipe.compute_digest(await self.compute_guest_digest(), digest_of_source)
         if self._announced_builds.pop(build_id, None) is None:
             raise Conflict(f"build {build_id!r} has already been started: request a new build")
         build.digest, build.source_digest, build.recipe = digest, digest_of_source, _canonicalize_recipe(recipe)
         build.status = "building"
         self._add_build(build)
-        self._context.background.start(self._run(build, recipe))
+        self._context.background.start(self._run(build, recipe, login))
         return build
 
     def _find_announced_build(self, template_ref: str, build_id: str) -> Build | None:
@@ -265,9 +280,9 @@ class Templates:
             if split_tag(name)[0] == base_name
         ]
 
-    async def _digest_source(self, recipe: Recipe) -> str:
+    async def _digest_source(self, recipe: Recipe, login: RegistryLogin | None) -> str:
         """Return the digest of the recipe's source. If it must not be read, return the digest of its last build."""
-        digest = await self._context.host.source_digest(recipe)
+        digest = await self._context.host.source_digest(recipe, login)
         if digest is not None:
             return digest
         builds = ((build.recipe, build.source_digest) for build in reversed(self._builds.values()))
@@ -330,10 +345,10 @@ class Templates:
             del self._builds[each.build_id]
 
     @measured("template.build")
-    async def _build(self, build: Build, recipe: Recipe) -> None:
+    async def _build(self, build: Build, recipe: Recipe, login: RegistryLogin | None) -> None:
         """Build a template and name it. On failure, the template is removed."""
         try:
-            template = await self._builder.build(build, recipe)
+            template = await self._builder.build(build, recipe, login)
             if build.prewarm:
                 await self._prewarm.set_target(template.id, build.prewarm)
             await self.add_names(template.id, build.names)
@@ -341,12 +356,12 @@ class Templates:
             await clean_up(log, self._remove(build.template_id))
             raise
 
-    async def _run(self, build: Build, recipe: Recipe) -> None:
+    async def _run(self, build: Build, recipe: Recipe, login: RegistryLogin | None = None) -> None:
         publish = self._context.events.publish
         publish("template.building", templateID=build.template_id, buildID=build.build_id, name=build.names[0])
         try:
             async with self._build_slots:
-                await self._build(build, recipe)
+                await self._build(build, recipe, login)
         except GatewayError as error:
             for line in f"failed: {error.message}".split("\n"):
                 build.log(line)

@@ -12,6 +12,7 @@ from pydantic import (
     BeforeValidator,
     ConfigDict,
     Field,
+    SecretStr,
     ValidationError,
     field_validator,
     model_validator,
@@ -24,6 +25,7 @@ from sandbox_gateway.engine.image_steps import compile_steps
 from sandbox_gateway.engine.spec import ForkSpec, MountSpec
 from sandbox_gateway.errors import Invalid
 from sandbox_gateway.image_references import MAX_LENGTH as MAX_IMAGE_LENGTH
+from sandbox_gateway.image_references import RegistryLogin, Transport, parse_image_reference
 from sandbox_gateway.recipes import Recipe, Source
 from sandbox_gateway.records import (
     TAG_SEPARATOR,
@@ -478,10 +480,45 @@ def _require_alias(value: object) -> object:
     return value
 
 
-_CREDENTIALS_REFUSAL = Refusal(
-    "because recipes are stored and shown without secrets: let an administrator set kvm_xfs.registry_auth_file in the "
-    "gateway's configuration, and leave it out"
+_AWS_REFUSAL = Refusal(
+    "because the gateway cannot request passwords from AWS: use from_image with the user name AWS and the output of "
+    "`aws ecr get-login-password` as the password"
 )
+_GOOGLE_USER = "_json_key"
+"""The user name with which Google's registries expect the key of a service account as the password."""
+_Username = Annotated[str, Field(min_length=1, max_length=255, pattern=r"^[^:\x00-\x1f\x7f]+$")]
+_Password = Annotated[SecretStr, Field(min_length=1, max_length=64 << 10)]
+
+
+class ImageRegistry(NativeBody):
+    """How to log in to an image's registry. Used for one build, and not stored."""
+
+    refused_fields: ClassVar[Mapping[str, Refusal]] = dict.fromkeys(
+        ("awsAccessKeyId", "awsSecretAccessKey", "awsRegion"), _AWS_REFUSAL
+    )
+
+    type: Literal["registry", "gcp"]
+    username: _Username | None = None
+    password: _Password | None = None
+    service_account_json: _Password | None = None
+
+    def build_login(self, image: str) -> RegistryLogin:
+        """Return the login. Raises Invalid if it is incomplete, or if ``image`` is not in a registry."""
+        if self.type == "gcp":
+            return _build_login(image, _GOOGLE_USER, self.service_account_json)
+        return _build_login(image, self.username, self.password)
+
+
+def _build_login(image: str, username: str | None, password: SecretStr | None) -> RegistryLogin:
+    if not username or password is None:
+        raise Invalid("the login to the image's registry is incomplete: send both a user name and a password")
+    try:
+        is_remote = parse_image_reference(image).transport is Transport.REGISTRY
+    except ValueError as error:
+        raise Invalid(str(error)) from None
+    if not is_remote:
+        raise Invalid(f"the image {image!r} is not in a registry: send no user name and password")
+    return RegistryLogin(username, password.get_secret_value())
 
 
 Tags = Annotated[list[Tag], Field(max_length=100)]
@@ -525,13 +562,17 @@ class BuildFromImage(NativeBody):
         "fromTemplate": Refusal(
             "because builds start from images: start from a sandbox of the template, and capture it"
         ),
-        "fromImageRegistry": _CREDENTIALS_REFUSAL,
     }
 
     from_image: str = Field(min_length=1, max_length=MAX_IMAGE_LENGTH)
+    from_image_registry: ImageRegistry | None = None
     steps: list[ImageStep] = Field(default_factory=list, max_length=1000)
     start_cmd: str = Field("", max_length=MAX_COMMAND_LENGTH)
     ready_cmd: str = Field("", max_length=MAX_COMMAND_LENGTH)
+
+    def build_login(self) -> RegistryLogin | None:
+        """Return the login to the image's registry, if the request contains one. Raises Invalid."""
+        return self.from_image_registry.build_login(self.from_image) if self.from_image_registry else None
 
     def build_recipe(self, resources: Resources) -> Recipe:
         """Return the recipe. As in E2B, the image's own entry point is not started. Raises Invalid, Unsupported."""
@@ -578,10 +619,12 @@ _TEMPLATE_NETWORK_REFUSAL = Refusal(
 )
 
 
+_NON_RECIPE_FIELDS = ("name", "description", "prewarm", "registry_username", "registry_password")
+
+
 class CreateTemplate(Sizes):
     refused_fields: ClassVar[Mapping[str, Refusal]] = {
         **dict.fromkeys(("args", "command"), _COMMAND_REFUSAL),
-        **dict.fromkeys(("registryUsername", "registryPassword"), _CREDENTIALS_REFUSAL),
         **dict.fromkeys(("allowOut", "denyOut", "dns", "networkType"), _TEMPLATE_NETWORK_REFUSAL),
         "allowInternetAccess": Refusal(_TEMPLATE_NETWORK_REFUSAL.reason, accepted_values=(True,)),
         "exposedPorts": Refusal("because every port of a sandbox is reachable through the gateway: leave it out"),
@@ -608,6 +651,8 @@ class CreateTemplate(Sizes):
     packages: list[str] | None = Field(None, max_length=2000)
     path: str | None = Field(None, max_length=4096)
     image: str | None = Field(None, max_length=MAX_IMAGE_LENGTH)
+    registry_username: _Username | None = Field(None, description="For the image's registry. Not stored.")
+    registry_password: _Password | None = None
     setup: Setup | None = None
     start_command: str | None = Field(None, max_length=MAX_COMMAND_LENGTH)
     ready_probe: str | None = Field(None, max_length=MAX_COMMAND_LENGTH)
@@ -629,13 +674,19 @@ class CreateTemplate(Sizes):
             )
         return cpus
 
+    def build_login(self) -> RegistryLogin | None:
+        """Return the login to the image's registry, if the request contains one. Raises Invalid."""
+        if self.registry_username is None and self.registry_password is None:
+            return None
+        return _build_login(self.image or "", self.registry_username, self.registry_password)
+
     def build_recipe(self) -> Recipe:
         """Return the recipe, with defaults for missing fields. Raises Invalid."""
         sizes = self.model_dump(include={"cpus", "memory_mb", "disk_mb"}, exclude_none=True)
         if self.cpu is not None:
             sizes["cpus"] = self._convert_to_whole_cpus(self.cpu)
         recipe_fields = self.model_dump(
-            exclude={"name", "description", "prewarm", "cpus", "cpu", "memory_mb", "disk_mb"}, exclude_none=True
+            exclude={*_NON_RECIPE_FIELDS, "cpus", "cpu", "memory_mb", "disk_mb"}, exclude_none=True
         )
         if self.source is None and self.image:
             recipe_fields["source"] = Source.IMAGE

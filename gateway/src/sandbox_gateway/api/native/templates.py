@@ -36,7 +36,11 @@ Digest = Annotated[str, Path(pattern="^[0-9a-f]{64}$", description="The digest t
 )
 async def create(body: requests.CreateTemplate, engine: EngineDep, response: Response) -> shapes.BuildStarted:
     build = await engine.templates.build(
-        body.name, body.build_recipe(), description=body.description, prewarm=body.prewarm
+        body.name,
+        body.build_recipe(),
+        description=body.description,
+        prewarm=body.prewarm,
+        login=body.build_login(),
     )
     if build.status == "ready":
         response.status_code = 200
@@ -76,7 +80,8 @@ async def announce(body: requests.AnnounceTemplate, engine: EngineDep) -> shapes
 
 @router.post("/v2/templates/{ref}/builds/{build}", status_code=202, summary="Start an announced build (E2B)")
 async def start(ref: Ref, build: str, body: requests.BuildFromImage, engine: EngineDep) -> shapes.BuildStarted:
-    return shapes.describe_started_build(await engine.templates.start(ref, build, body.build_recipe))
+    started_build = await engine.templates.start(ref, build, body.build_recipe, body.build_login())
+    return shapes.describe_started_build(started_build)
 
 
 @router.get(

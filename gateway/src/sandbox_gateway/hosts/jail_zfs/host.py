@@ -57,6 +57,7 @@ from sandbox_gateway.hosts.jail_zfs.volumes import JailVolumes
 from sandbox_gateway.hosts.jail_zfs.watcher import JailWatcher
 from sandbox_gateway.hosts.state_root import create_state_root
 from sandbox_gateway.hosts.threads import run_in_thread
+from sandbox_gateway.image_references import RegistryLogin
 from sandbox_gateway.log import Logger
 from sandbox_gateway.recipes import Recipe, Source, source_digest
 from sandbox_gateway.records import MemoryMode, Mount, NetworkPolicy, Sandbox, Snapshot, Volume, VolumeSnapshot
@@ -185,11 +186,13 @@ class JailZfsHost:
         if recipe.source is Source.IMAGE:
             rootfs.check_recipe(recipe)
 
-    async def source_digest(self, recipe: Recipe) -> str:
+    async def source_digest(self, recipe: Recipe, login: RegistryLogin | None = None) -> str:
         self.check_recipe(recipe)
         return await run_in_thread(source_digest, recipe)
 
-    async def build_base(self, base: Snapshot, recipe: Recipe, source_digest: str, log: Log) -> str:
+    async def build_base(
+        self, base: Snapshot, recipe: Recipe, source_digest: str, log: Log, login: RegistryLogin | None = None
+    ) -> str:
         rootfs.check_recipe(recipe)
         loop = asyncio.get_running_loop()
         builds: list[Future[None]] = []

@@ -56,7 +56,7 @@ from sandbox_gateway.hosts.kvm_xfs.volumes.server_pool import ServerPool
 from sandbox_gateway.hosts.network_policy import find_name_servers
 from sandbox_gateway.hosts.os_errors import translated_os_errors
 from sandbox_gateway.hosts.state_root import create_state_root
-from sandbox_gateway.image_references import parse_image_reference
+from sandbox_gateway.image_references import RegistryLogin, parse_image_reference
 from sandbox_gateway.log import Logger
 from sandbox_gateway.recipes import Recipe, Source, source_digest
 from sandbox_gateway.records import (
@@ -177,12 +177,14 @@ class KvmXfsHost:
     def check_recipe(self, recipe: Recipe) -> None:
         pass
 
-    async def source_digest(self, recipe: Recipe) -> str:
+    async def source_digest(self, recipe: Recipe, login: RegistryLogin | None = None) -> str:
         if recipe.source is Source.IMAGE:
-            return await resolve_digest(parse_image_reference(recipe.image), self._config.kvm_xfs)
+            return await resolve_digest(parse_image_reference(recipe.image), self._config.kvm_xfs, login)
         return await asyncio.to_thread(source_digest, recipe)
 
-    async def build_base(self, base: Snapshot, recipe: Recipe, source_digest: str, log: Log) -> str:
+    async def build_base(
+        self, base: Snapshot, recipe: Recipe, source_digest: str, log: Log, login: RegistryLogin | None = None
+    ) -> str:
         partial = self._snapshots.partial_files(base)
         partial.directory.mkdir(mode=0o700)
         try:
@@ -195,6 +197,7 @@ class KvmXfsHost:
                 log=log,
                 settings=self._config.kvm_xfs,
                 image_digest=source_digest,
+                login=login,
             )
             await finish_despite_cancellation(asyncio.to_thread(self._snapshots.commit, base))
         except BaseException:
