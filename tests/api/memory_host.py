@@ -381,6 +381,9 @@ class MemoryHost:
     async def source_digest(self, recipe: Recipe, login: RegistryLogin | None = None) -> str:
         return await asyncio.to_thread(source_digest, recipe)
 
+    def read_step_programs(self) -> Mapping[str, str]:
+        return {"/opt/sandbox/start": "start", "/opt/sandbox/copy": "copy"}
+
     async def build_base(
         self, base: Snapshot, recipe: Recipe, source_digest: str, log: Log, login: RegistryLogin | None = None
     ) -> str:

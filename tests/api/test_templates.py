@@ -272,3 +272,66 @@ def test_the_login_to_a_registry_reaches_the_host_and_is_not_shown(
         RegistryLogin("_json_key", '{"key": "hunter4"}'),
     ]
     assert not any("hunter" in text for text in texts)
+
+
+def follow_build(api: httpx.Client, build: dict[str, Any]) -> str:
+    """Wait until a build has ended, and return its log."""
+    route = f"/templates/{build['templateID']}/builds/{build['buildID']}"
+    return api.get(f"{route}/logs", params={"follow": "true"}).text
+
+
+def start_e2b_build(api: httpx.Client, announcement: dict[str, Any], body: dict[str, Any]) -> httpx.Response:
+    build = api.post("/v3/templates", json=announcement).json()
+    return api.post(f"/v2/templates/{build['templateID']}/builds/{build['buildID']}", json=body)
+
+
+def test_a_template_is_built_from_another_template(api: httpx.Client) -> None:
+    build_template(api, {"name": "lower", "memoryMB": 512, "startCommand": "serve", "readyProbe": "true"})
+    upper_template = build_template(api, {"name": "upper", "template": "lower", "setup": ["touch /upper"]})
+    recipe = upper_template["recipe"]
+    assert (recipe["from"], recipe["template"], recipe["startCommand"]) == ("template", "lower", "")
+    assert upper_template["memoryMB"] == 512 and upper_template["outdated"] is False
+    response = api.post("/templates", json={"name": "upper", **recipe})
+    assert response.status_code == 200 and response.json()["templateID"] == upper_template["templateID"]
+    assert "starting serve" in follow_build(api, upper_template), "the command of the lower template is started"
+    top_template = build_template(api, {"name": "top", "template": "upper", "startCommand": "true", "cpuCount": 2})
+    assert "starting true" in follow_build(api, top_template)
+    assert (top_template["cpuCount"], top_template["memoryMB"]) == (2, 512)
+    third_template = build_template(api, {"name": "third", "template": "upper"})
+    assert "starting serve" in follow_build(api, third_template) and "waiting for" in follow_build(api, third_template)
+    build_template(api, {"name": "lower", "packages": ["git"]})
+    rebuild = api.post("/templates/upper")
+    assert rebuild.status_code == 202 and rebuild.json()["templateID"] != upper_template["templateID"]
+    assert "starting serve" not in follow_build(api, rebuild.json())
+    assert api.delete("/templates/lower").status_code == 204 and api.get("/templates/upper").status_code == 200
+    assert api.post("/templates/upper").status_code == 404
+
+
+def test_a_build_from_a_template_with_steps(api: httpx.Client) -> None:
+    build_template(api, {"name": "lower", "diskSizeMB": 3000})
+    steps = [{"type": "RUN", "args": ["touch /upper"]}]
+    response = start_e2b_build(api, {"name": "upper"}, {"fromTemplate": "lower", "steps": steps})
+    assert response.status_code == 202 and "ready" in follow_build(api, response.json())
+    upper_template = api.get("/templates/upper").json()
+    assert upper_template["recipe"]["template"] == "lower" and upper_template["diskSizeMB"] == 3000
+
+
+def test_builds_from_templates_that_cannot_work_are_refused(api: httpx.Client) -> None:
+    for body, status, words in (
+        ({"template": "missing"}, 404, "'missing' not found"),
+        ({"template": "base", "packages": ["git"]}, 400, "'packages' cannot be added to a template"),
+        ({"template": "base", "diskSizeMB": 64}, 400, "is smaller than that of template 'base'"),
+        ({"template": "base", "from": "debootstrap"}, 400, "'template' is valid only with 'from: template'"),
+        ({"from": "template"}, 400, "needs the field 'template'"),
+    ):
+        response = api.post("/templates", json={"name": "x", **body})
+        assert response.status_code == status and words in response.json()["message"], response.text
+    login = {"type": "registry", "username": "reader", "password": "hunter2"}
+    for body, status, words in (
+        ({"fromTemplate": "missing"}, 404, "'missing' not found"),
+        ({"fromTemplate": "base", "fromImage": "app:1"}, 400, "either fromImage or fromTemplate"),
+        ({}, 400, "either fromImage or fromTemplate"),
+        ({"fromTemplate": "base", "fromImageRegistry": login}, 400, "fromImageRegistry is for an image"),
+    ):
+        response = start_e2b_build(api, {"name": "x"}, body)
+        assert response.status_code == status and words in response.json()["message"], response.text

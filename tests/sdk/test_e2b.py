@@ -468,6 +468,7 @@ def test_the_status_of_a_build_contains_its_log(server):
 
 @pytest.mark.usefixtures("requires_memory")
 @covers("Template.build", note="each call runs a full build")
+@covers("Template.from_image", note="also from `oci:` and archives on the gateway's host")
 @covers("Template.get_build_status")
 def test_a_template_is_built_from_an_image_with_steps(server, create_sandbox, tmp_path):
     settings = {"Env": ["COLOUR=green", "PATH=/usr/bin"], "Cmd": ["sleep", "77777"]}
@@ -573,7 +574,7 @@ def test_a_private_image_is_fetched_with_the_credentials_of_the_request(server, 
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("requires_memory")
-@covers("Template.build")
+@covers("Template.build", "Template.from_dockerfile")
 def test_a_template_is_built_from_a_dockerfile(server, create_sandbox, tmp_path):
     layout = write_layout(tmp_path / "layout", [make_small_debian_layer(tmp_path)], {"Env": ["PATH=/usr/bin:/bin"]})
     context = tmp_path / "context"
@@ -590,6 +591,52 @@ def test_a_template_is_built_from_a_dockerfile(server, create_sandbox, tmp_path)
     server.gateway.call("DELETE", "/templates/copied")
 
 
+@pytest.mark.usefixtures("requires_memory")
+@covers("Template.build")
+@covers("Template.from_template", note="not from a jail's template")
+def test_a_template_is_built_from_another_template(server, create_sandbox, tmp_path):
+    (tmp_path / "run.sh").write_text("#!/bin/sh\necho $0 copied\n")
+    lower_template = (
+        e2b.Template(file_context_path=tmp_path)
+        .from_template(server.template)
+        .set_envs({"SHAPE": "round"})
+        .set_workdir("/srv/work")
+        .copy("run.sh", "bin/", mode=0o755)
+        .run_cmd('echo "$SHAPE $(id -un)" > /tmp/lower; bin/run.sh >> /tmp/lower', user="games")
+        .set_start_cmd('echo "$SHAPE" > /tmp/started; sleep 88888', "test -e /tmp/started")
+    )
+    lower_build = e2b.Template.build(lower_template, "lower", cpu_count=1, memory_mb=512)
+    upper_template = e2b.Template().from_template("lower").run_cmd("rm /tmp/started").run_cmd("cp /tmp/lower /upper")
+    upper_build = e2b.Template.build(upper_template, "upper:v1")
+    lower_details, upper_details = (
+        server.gateway.call("GET", f"/templates/{build.template_id}") for build in (lower_build, upper_build)
+    )
+    assert upper_details["memoryMB"] == lower_details["memoryMB"] == 512
+    assert upper_details["diskSizeMB"] == server.gateway.call("GET", f"/templates/{server.template}")["diskSizeMB"]
+    server.gateway.call("DELETE", "/templates/lower")
+    sandbox = create_sandbox("upper:v1")
+    assert sandbox.files.read("/upper") == "round games\nbin/run.sh copied\n"
+    assert sandbox.files.read("/tmp/started") == "round\n", "the start command of the lower template was not started"
+    assert "88888" in sandbox.commands.run("cat /proc/[0-9]*/cmdline; true").stdout
+    sandbox.kill()
+    server.gateway.call("DELETE", "/templates/upper:v1")
+
+
+def test_a_recipe_can_start_from_a_template(server, create_sandbox):
+    """This works on both kinds of host. The steps of the client work only on hosts with images."""
+    recipe = {"name": "derived", "template": server.template, "setup": ["echo derived > /root/derived"]}
+    build = server.gateway.call("POST", "/templates", recipe)
+    info = e2b.BuildInfo(build["templateID"], build["buildID"], "derived", "derived")
+    wait_until(lambda: e2b.Template.get_build_status(info).status is e2b.TemplateBuildStatus.READY)
+    sandbox = create_sandbox("derived")
+    assert sandbox.files.read("/root/derived") == "derived\n"
+    sandbox.kill()
+    server.gateway.call("DELETE", "/templates/derived")
+    if not server.abilities.memory:
+        with pytest.raises(e2b.BuildException, match="a jail host cannot run the steps of E2B's client"):
+            e2b.Template.build(e2b.Template().from_template(server.template).run_cmd("true"), "refused")
+
+
 def test_steps_that_are_not_supported_are_refused(server):
     aws_image = e2b.Template().from_aws_registry("registry.test/app:1", "key", "secret", "eu-west-1")
     with pytest.raises(e2b.BuildException, match=r"awsRegion: not supported, .* user name AWS"):
@@ -597,8 +644,6 @@ def test_steps_that_are_not_supported_are_refused(server):
     if server.abilities.memory:
         with pytest.raises(e2b.BuildException, match="is not in a registry: send no user name and password"):
             e2b.Template.build(e2b.Template().from_image("oci:/srv/image", USER, PASSWORD), "refused")
-    with pytest.raises(e2b.BuildException, match="fromTemplate: not supported, because builds start from images"):
-        e2b.Template.build(e2b.Template().from_template(server.template), "refused")
     assert not e2b.Template.exists("refused")
 
 
@@ -611,6 +656,44 @@ def test_errors_have_their_own_classes(server, create_sandbox):
     with pytest.raises(e2b.SandboxException) as invalid_info:
         create_sandbox(metadata={"a": "b"}, timeout=-7)
     assert invalid_info.value.status_code == 400
+
+
+async def _build_with_async_client(template: e2b.AsyncTemplate, tag: str) -> list[str]:
+    """Build a template whose name has a tag, and move another tag to it. Returns the log and a file of a sandbox."""
+    messages: list[str] = []
+    build = await e2b.AsyncTemplate.build(
+        template, f"async:{tag}", cpu_count=1, memory_mb=256, on_build_logs=lambda entry: messages.append(entry.message)
+    )
+    assert (await e2b.AsyncTemplate.assign_tags(f"async:{tag}", "live")).build_id == build.build_id
+    assert {each.tag: each.build_id for each in await e2b.AsyncTemplate.get_tags("async")} == {
+        tag: build.build_id,
+        "live": build.build_id,
+    }
+    await e2b.AsyncTemplate.remove_tags("async", "live")
+    assert not await e2b.AsyncTemplate.exists("async:live")
+    sandbox = await AsyncSandbox.create(f"async:{tag}")
+    try:
+        return [*messages, await sandbox.files.read("/srv/output")]
+    finally:
+        await sandbox.kill()
+
+
+@pytest.mark.usefixtures("requires_memory")
+@covers("AsyncTemplate", note="sends the same requests; some of them are tested")
+def test_the_async_client_copies_files_into_a_template(server, tmp_path):
+    layout = write_layout(tmp_path / "layout", [make_small_debian_layer(tmp_path)], {"Env": ["PATH=/usr/bin:/bin"]})
+    context = tmp_path / "context"
+    context.mkdir()
+    (context / "run.sh").write_text("#!/bin/sh\necho copied\n")
+    template = (
+        e2b.AsyncTemplate(file_context_path=context)
+        .from_image(f"oci:{layout}:test")
+        .copy("run.sh", "/srv/bin/", mode=0o755)
+        .run_cmd("/srv/bin/run.sh > /srv/output")
+    )
+    results = asyncio.run(_build_with_async_client(template, "v1"))
+    assert "Uploaded 'run.sh'" in results and results[-1] == "copied\n"
+    server.gateway.call("DELETE", "/templates/async:v1")
 
 
 async def _use_async_client(server: Server) -> None:

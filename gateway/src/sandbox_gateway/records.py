@@ -401,6 +401,8 @@ class Snapshot(_Record):
     Empty if the recipe has no path, or if an older gateway built the template.
     """
     recipe: dict[str, Any] = Field(default_factory=dict)
+    start_command: str = ""
+    """The command that the build of a template started: that of the recipe, of its image, or of its template."""
     imported: ImportOrigin | None = None
     """Where it came from, if it was imported from a file."""
     host: dict[str, Any] = Field(default_factory=dict)

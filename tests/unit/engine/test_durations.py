@@ -137,11 +137,13 @@ def count_observations(app: FastAPI, operation: str, memory: str, outcome: str) 
 
 
 async def start_announced_build(engine: Engine, name: str) -> None:
-    announced_build = engine.templates.announce([name], Resources())
-    build = await engine.templates.start(name, announced_build.build_id, lambda resources: Recipe(resources=resources))
+    announced_build = engine.templates.announce([name], {})
+    build = await engine.templates.start(
+        name, announced_build.build_id, lambda sizes: Recipe(resources=Resources(**sizes))
+    )
     assert build is announced_build
     with pytest.raises(NotFound):
-        await engine.templates.start(name, announced_build.build_id, lambda resources: Recipe(resources=resources))
+        await engine.templates.start(name, announced_build.build_id, lambda sizes: Recipe())
     assert engine.templates.get_build(announced_build.template_id, announced_build.build_id) is announced_build
 
 

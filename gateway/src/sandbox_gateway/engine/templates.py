@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Callable, Sequence, Set
+from collections.abc import Callable, Mapping, Sequence, Set
 from itertools import chain
 from typing import Any
 
@@ -12,6 +12,7 @@ from sandbox_gateway.engine.build_files import BuildFiles
 from sandbox_gateway.engine.builds import Build
 from sandbox_gateway.engine.context import Context
 from sandbox_gateway.engine.durations import measured
+from sandbox_gateway.engine.image_steps import needs_programs
 from sandbox_gateway.engine.names import remove_default_tag, require_valid_template_name, split_tag
 from sandbox_gateway.engine.prewarm import PrewarmPool
 from sandbox_gateway.engine.record_changes import save_snapshot
@@ -20,12 +21,14 @@ from sandbox_gateway.engine.template_builder import TemplateBuilder
 from sandbox_gateway.errors import Conflict, GatewayError, Invalid, NameTaken, NotFound
 from sandbox_gateway.image_references import RegistryLogin
 from sandbox_gateway.log import Logger
-from sandbox_gateway.recipes import Recipe
+from sandbox_gateway.recipes import Recipe, Source
 from sandbox_gateway.records import DEFAULT_TAG, TAG_SEPARATOR, Resources, Snapshot, SnapshotKind, new_id, now
 from sandbox_gateway.tasks import clean_up, finish_despite_cancellation
 
 log = Logger("templates")
 
+Sizes = Mapping[str, int]
+"""Values for fields of ``Resources``."""
 _MAX_BUILDS = 100
 _UNKNOWN_DIGEST = "unknown"
 """The digest of a source that only a run may read."""
@@ -49,8 +52,8 @@ class Templates:
         self._prewarm = prewarm
         self._build_files = build_files
         self._builds: dict[str, Build] = {}
-        self._announced_builds: dict[str, tuple[Build, Resources]] = {}
-        """By build id: the builds whose recipes have not arrived yet, with the resources of their machines."""
+        self._announced_builds: dict[str, tuple[Build, Sizes]] = {}
+        """By build id: the builds whose recipes have not arrived yet, with the sizes that the request named."""
         self._naming_lock = asyncio.Lock()
         """Held while a name is moved from one template to another."""
         self._build_slots = asyncio.Semaphore(context.config.limits.builds)
@@ -109,13 +112,13 @@ class Templates:
         self._context.background.start(self._run(build, recipe, login))
         return build
 
-    def announce(self, names: Sequence[str], resources: Resources) -> Build:
+    def announce(self, names: Sequence[str], sizes: Sizes) -> Build:
         """Return a build that waits for ``start``. Only the newest 100 of them are kept."""
         names = list(dict.fromkeys(map(require_valid_template_name, names)))
         for name in names:
             self._require_available_name(name)
         build = Build(template_id=new_id(), names=names, digest="", status="waiting")
-        self._announced_builds[build.build_id] = build, resources
+        self._announced_builds[build.build_id] = build, sizes
         while len(self._announced_builds) > _MAX_BUILDS:
             del self._announced_builds[next(iter(self._announced_builds))]
         return build
@@ -125,14 +128,16 @@ class Templates:
         self,
         template_ref: str,
         build_id: str,
-        make_recipe: Callable[[Resources], Recipe],
+        make_recipe: Callable[[Sizes], Recipe],
         login: RegistryLogin | None = None,
     ) -> Build:
         """Carry out an announced build, even if the template exists with the same recipe."""
         if self._find_announced_build(template_ref, build_id) is None:
             raise NotFound("build", build_id, parent=template_ref)
-        build, resources = self._announced_builds[build_id]
-        recipe = make_recipe(resources)
+        build, sizes = self._announced_builds[build_id]
+        recipe = self.complete_recipe(make_recipe(sizes), sizes)
+        if recipe.source is Source.TEMPLATE and any(map(needs_programs, (*recipe.setup, recipe.start_command))):
+            self._context.host.read_step_programs()
         self._build_files.require_archives(recipe.setup)
         digest_of_source = await self._digest_source(recipe, login)
         digest = recipe.compute_digest(await self.compute_guest_digest(), digest_of_source)
@@ -153,6 +158,22 @@ class Templates:
         announced_builds = (build for build, _ in self._announced_builds.values())
         if not any(_is_template_of(build, ref) for build in announced_builds):
             self.get_build(ref)
+
+    def complete_recipe(self, recipe: Recipe, sizes: Sizes) -> Recipe:
+        """Return a recipe whose machine has the size of the template that it starts from, if it starts from one.
+
+        ``sizes``: the sizes that the request named; they replace those of the template. Raises NotFound, Invalid.
+        """
+        if recipe.source is not Source.TEMPLATE:
+            return recipe
+        template_sizes = self.get(recipe.template).resources
+        resources = Resources(**{**template_sizes.model_dump(), **sizes})
+        if resources.disk_mb < template_sizes.disk_mb:
+            raise Invalid(
+                f"the disk of {resources.disk_mb} MiB is smaller than that of template {recipe.template!r}, which has "
+                f"{template_sizes.disk_mb} MiB: request at least {template_sizes.disk_mb} MiB"
+            )
+        return recipe.model_copy(update={"resources": resources})
 
     async def rebuild(self, ref: str) -> Build:
         """Build a template again from its recipe, or return its build if a new one would not differ from it."""
@@ -282,6 +303,8 @@ class Templates:
 
     async def _digest_source(self, recipe: Recipe, login: RegistryLogin | None) -> str:
         """Return the digest of the recipe's source. If it must not be read, return the digest of its last build."""
+        if recipe.source is Source.TEMPLATE:
+            return self.get(recipe.template).id
         digest = await self._context.host.source_digest(recipe, login)
         if digest is not None:
             return digest

@@ -277,6 +277,12 @@ class Host(Protocol):
         start command that the recipe's image declares; "" if there is none.
         """
 
+    def read_step_programs(self) -> Mapping[str, str]:
+        """Return the programs that run the build steps of E2B's client in a template, by their paths there.
+
+        They are for templates that were not built from an image. Raises Unsupported if this host cannot run steps.
+        """
+
     async def fork(self, snapshot: Snapshot, sandbox: Sandbox, *, with_memory: bool, hold: bool = False) -> None:
         """Start ``sandbox.instance`` from ``snapshot`` and set ``sandbox.host``. ``save`` then commits the sandbox.
 

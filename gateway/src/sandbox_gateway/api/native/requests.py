@@ -543,9 +543,9 @@ class AnnounceTemplate(NativeBody):
         tags = [*([tag] if tag else []), *self.tags]
         return [f"{base_name}{TAG_SEPARATOR}{each}" for each in tags] or [base_name]
 
-    def build_resources(self) -> Resources:
-        sizes = self.model_dump(include={"cpus", "memory_mb"}, exclude_none=True)
-        return Resources(**sizes, disk_mb=IMAGE_BUILD_DISK_MB)
+    def build_sizes(self) -> dict[str, int]:
+        """Return the sizes in the request, as fields of ``Resources``."""
+        return self.model_dump(include={"cpus", "memory_mb"}, exclude_none=True)
 
 
 class ImageStep(NativeBody):
@@ -558,13 +558,9 @@ class ImageStep(NativeBody):
 
 class BuildFromImage(NativeBody):
     ignored_fields: ClassVar[Mapping[str, str]] = {"force": "no step is cached"}
-    refused_fields: ClassVar[Mapping[str, Refusal]] = {
-        "fromTemplate": Refusal(
-            "because builds start from images: start from a sandbox of the template, and capture it"
-        ),
-    }
 
-    from_image: str = Field(min_length=1, max_length=MAX_IMAGE_LENGTH)
+    from_image: str = Field("", max_length=MAX_IMAGE_LENGTH)
+    from_template: str = Field("", max_length=MAX_REF_LENGTH)
     from_image_registry: ImageRegistry | None = None
     steps: list[ImageStep] = Field(default_factory=list, max_length=1000)
     start_cmd: str = Field("", max_length=MAX_COMMAND_LENGTH)
@@ -574,18 +570,34 @@ class BuildFromImage(NativeBody):
         """Return the login to the image's registry, if the request contains one. Raises Invalid."""
         return self.from_image_registry.build_login(self.from_image) if self.from_image_registry else None
 
-    def build_recipe(self, resources: Resources) -> Recipe:
-        """Return the recipe. As in E2B, the image's own entry point is not started. Raises Invalid, Unsupported."""
+    @model_validator(mode="after")
+    def _check_source(self) -> BuildFromImage:
+        if bool(self.from_image) == bool(self.from_template):
+            raise ValueError("a build starts from an image or from a template: send either fromImage or fromTemplate")
+        if self.from_image_registry and not self.from_image:
+            raise ValueError("fromImageRegistry is for an image: remove it, or send fromImage")
+        return self
+
+    def build_recipe(self, sizes: Mapping[str, int]) -> Recipe:
+        """Return the recipe. Raises Invalid, Unsupported.
+
+        As in E2B, the image's own entry point is not started, but the start command of a template is.
+        """
         steps = compile_steps(((step.type, step.args, step.files_hash) for step in self.steps), MAX_SETUP_BYTES)
         try:
             return Recipe(
-                source=Source.IMAGE,
+                source=Source.IMAGE if self.from_image else Source.TEMPLATE,
                 image=self.from_image,
+                template=self.from_template,
                 setup=steps.commands,
-                start_command=steps.build_command(self.start_cmd) if self.start_cmd else "true",
+                start_command=steps.build_command(self.start_cmd)
+                if self.start_cmd
+                else "true"
+                if self.from_image
+                else "",
                 ready_probe=steps.build_command(self.ready_cmd) if self.ready_cmd else "",
                 ready_timeout=_IMAGE_READY_SECONDS,
-                resources=resources,
+                resources=Resources(**{"disk_mb": IMAGE_BUILD_DISK_MB, **sizes}),
             )
         except ValidationError as error:
             raise Invalid(explain(error)) from None
@@ -645,7 +657,9 @@ class CreateTemplate(Sizes):
     cpu: int | None = Field(
         None, strict=True, ge=1000, le=256_000, description="The same as `cpuCount`, in thousandths of a CPU."
     )
-    source: Source | None = Field(None, alias="from", description="Absent: `image` with an image, else `debootstrap`.")
+    source: Source | None = Field(
+        None, alias="from", description="Absent: `image` with an image, `template` with a template, else `debootstrap`."
+    )
     suite: str | None = Field(None, max_length=64)
     mirror: str | None = Field(None, max_length=4096)
     packages: list[str] | None = Field(None, max_length=2000)
@@ -653,6 +667,7 @@ class CreateTemplate(Sizes):
     image: str | None = Field(None, max_length=MAX_IMAGE_LENGTH)
     registry_username: _Username | None = Field(None, description="For the image's registry. Not stored.")
     registry_password: _Password | None = None
+    template: str | None = Field(None, max_length=MAX_REF_LENGTH)
     setup: Setup | None = None
     start_command: str | None = Field(None, max_length=MAX_COMMAND_LENGTH)
     ready_probe: str | None = Field(None, max_length=MAX_COMMAND_LENGTH)
@@ -674,6 +689,13 @@ class CreateTemplate(Sizes):
             )
         return cpus
 
+    def build_sizes(self) -> dict[str, int]:
+        """Return the sizes in the request, as fields of ``Resources``. Raises Invalid."""
+        sizes: dict[str, int] = self.model_dump(include={"cpus", "memory_mb", "disk_mb"}, exclude_none=True)
+        if self.cpu is not None:
+            sizes["cpus"] = self._convert_to_whole_cpus(self.cpu)
+        return sizes
+
     def build_login(self) -> RegistryLogin | None:
         """Return the login to the image's registry, if the request contains one. Raises Invalid."""
         if self.registry_username is None and self.registry_password is None:
@@ -682,14 +704,14 @@ class CreateTemplate(Sizes):
 
     def build_recipe(self) -> Recipe:
         """Return the recipe, with defaults for missing fields. Raises Invalid."""
-        sizes = self.model_dump(include={"cpus", "memory_mb", "disk_mb"}, exclude_none=True)
-        if self.cpu is not None:
-            sizes["cpus"] = self._convert_to_whole_cpus(self.cpu)
+        sizes = self.build_sizes()
         recipe_fields = self.model_dump(
             exclude={*_NON_RECIPE_FIELDS, "cpus", "cpu", "memory_mb", "disk_mb"}, exclude_none=True
         )
         if self.source is None and self.image:
             recipe_fields["source"] = Source.IMAGE
+        elif self.source is None and self.template:
+            recipe_fields["source"] = Source.TEMPLATE
         try:
             return Recipe(**recipe_fields, resources=Resources(**sizes))
         except ValidationError as error:

@@ -690,6 +690,7 @@ def build_recipe_fields(recipe: dict[str, Any]) -> dict[str, Any]:
         "packages": sorted(set(parsed_recipe.packages)),
         "path": parsed_recipe.path,
         "image": parsed_recipe.image,
+        **({"template": parsed_recipe.template} if parsed_recipe.template else {}),
         "setup": parsed_recipe.setup,
         "startCommand": parsed_recipe.start_command,
         "readyProbe": parsed_recipe.ready_probe,

@@ -37,7 +37,7 @@ Digest = Annotated[str, Path(pattern="^[0-9a-f]{64}$", description="The digest t
 async def create(body: requests.CreateTemplate, engine: EngineDep, response: Response) -> shapes.BuildStarted:
     build = await engine.templates.build(
         body.name,
-        body.build_recipe(),
+        engine.templates.complete_recipe(body.build_recipe(), body.build_sizes()),
         description=body.description,
         prewarm=body.prewarm,
         login=body.build_login(),
@@ -75,7 +75,7 @@ async def rebuild(
 
 @router.post("/v3/templates", status_code=202, summary="Announce a build, whose steps are sent later (E2B)")
 async def announce(body: requests.AnnounceTemplate, engine: EngineDep) -> shapes.BuildAnnounced:
-    return shapes.describe_announced_build(engine.templates.announce(body.build_names(), body.build_resources()))
+    return shapes.describe_announced_build(engine.templates.announce(body.build_names(), body.build_sizes()))
 
 
 @router.post("/v2/templates/{ref}/builds/{build}", status_code=202, summary="Start an announced build (E2B)")

@@ -183,6 +183,9 @@ class PlannedHost:
     ) -> str:
         return ""
 
+    def read_step_programs(self) -> Mapping[str, str]:
+        return self._real_host.read_step_programs()
+
     async def capture(
         self, sandbox: Sandbox, snapshot: Snapshot, *, memory: bool, volumes: Sequence[VolumeSnapshot] = ()
     ) -> Snapshot:

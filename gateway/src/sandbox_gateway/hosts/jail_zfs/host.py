@@ -212,6 +212,12 @@ class JailZfsHost:
         self._disks.add_snapshot(base)
         return ""
 
+    def read_step_programs(self) -> Mapping[str, str]:
+        raise Unsupported(
+            "a jail host cannot run the steps of E2B's client: build the template with POST /templates, with "
+            "'from: template' and the commands in 'setup'"
+        )
+
     async def fork(self, snapshot: Snapshot, sandbox: Sandbox, *, with_memory: bool, hold: bool = False) -> None:
         if with_memory or hold:
             raise Unsupported("a jail host captures only files, not memory: fork the snapshot without memory")

@@ -51,6 +51,7 @@ from sandbox_gateway.hosts.kvm_xfs.recovery import KvmRecovery
 from sandbox_gateway.hosts.kvm_xfs.template import guest_files
 from sandbox_gateway.hosts.kvm_xfs.template.build import build_rootfs
 from sandbox_gateway.hosts.kvm_xfs.template.image.registry import resolve_digest
+from sandbox_gateway.hosts.kvm_xfs.template.image.runtime import read_step_programs
 from sandbox_gateway.hosts.kvm_xfs.volumes.kvm_volumes import KvmVolumes
 from sandbox_gateway.hosts.kvm_xfs.volumes.server_pool import ServerPool
 from sandbox_gateway.hosts.network_policy import find_name_servers
@@ -205,6 +206,9 @@ class KvmXfsHost:
             raise
         self._machines.platform = await self._probe(self._snapshots.files(base).kernel)
         return start_command
+
+    def read_step_programs(self) -> Mapping[str, str]:
+        return read_step_programs()
 
     async def capture(
         self, sandbox: Sandbox, snapshot: Snapshot, *, memory: bool, volumes: Sequence[VolumeSnapshot] = ()
