@@ -311,8 +311,11 @@ def test_a_build_from_a_template_with_steps(api: httpx.Client) -> None:
     build_template(api, {"name": "lower", "diskSizeMB": 3000})
     steps = [{"type": "RUN", "args": ["touch /upper"]}]
     response = start_e2b_build(api, {"name": "upper"}, {"fromTemplate": "lower", "steps": steps})
-    assert response.status_code == 202 and "ready" in follow_build(api, response.json())
+    assert response.status_code == 202 and follow_build(api, response.json()).endswith("ready\n")
     upper_template = api.get("/templates/upper").json()
+    api.post("/sandboxes", json={"templateID": "upper", "name": "user"}).raise_for_status()
+    result = api.post("/sandboxes/user/exec", json={"args": ["read", "/opt/sandbox/start"]}).json()
+    assert result["stdout"] == "start", "the program that runs the steps was not installed"
     assert upper_template["recipe"]["template"] == "lower" and upper_template["diskSizeMB"] == 3000
 
 

@@ -355,6 +355,16 @@ class ImportOrigin(_Part):
     """Why the memory in the file was not imported, as a clause; empty if it was, or if the file has none."""
 
 
+class StartCommand(_Part):
+    """The command that a build starts in a template before the capture, and the probe that it then waits for."""
+
+    command: str = ""
+    """That of the recipe, of its image, or of the template that it starts from. Empty: none."""
+    ready_probe: str = ""
+    ready_timeout: float = 60
+    """In seconds."""
+
+
 class Snapshot(_Record):
     """A snapshot or template, from which sandboxes can be forked."""
 
@@ -401,8 +411,8 @@ class Snapshot(_Record):
     Empty if the recipe has no path, or if an older gateway built the template.
     """
     recipe: dict[str, Any] = Field(default_factory=dict)
-    start_command: str = ""
-    """The command that the build of a template started: that of the recipe, of its image, or of its template."""
+    start: StartCommand | None = None
+    """What the build of a template started. None if an older release built it: see ``recipe``."""
     imported: ImportOrigin | None = None
     """Where it came from, if it was imported from a file."""
     host: dict[str, Any] = Field(default_factory=dict)
