@@ -117,7 +117,7 @@ OPERATIONS: dict[str, tuple[Operation, Operation]] = {
     "resume": (lambda engine: engine.sandboxes.pause("box"), lambda engine: engine.sandboxes.resume("box")),
     "rollback": (_create_snapshot_in_use, lambda engine: engine.sandboxes.rollback("box", "mark")),
     "hide_snapshot": (_create_snapshot_in_use, lambda engine: engine.snapshots.delete("mark", when_unused=True)),
-    "set_alias": (_do_nothing, lambda engine: engine.templates.set_alias("base", "alias")),
+    "add_names": (_do_nothing, lambda engine: engine.templates.add_names("base", ["alias"])),
     "attach": (_mount_volume, lambda engine: engine.attachments.attach("box", MountSpec("more", "/more"))),
     "detach": (_mount_volume, lambda engine: engine.attachments.detach("box", "data")),
 }

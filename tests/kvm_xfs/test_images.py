@@ -22,9 +22,10 @@ from sandbox_gateway.hosts.kvm_xfs.template.image import layers
 from sandbox_gateway.hosts.kvm_xfs.template.image.confinement import FILE_CAPABILITIES, confine
 from sandbox_gateway.hosts.kvm_xfs.template.image.layers import unpack_layers
 from sandbox_gateway.hosts.kvm_xfs.template.image.registry import copy_image, resolve_digest
-from sandbox_gateway.image_references import parse_image_reference
+from sandbox_gateway.image_references import RegistryLogin, parse_image_reference
 from tests.support.images import (
     PASSWORD,
+    USER,
     make_entry,
     make_layer,
     push_image,
@@ -36,14 +37,20 @@ from tests.support.images import (
 pytestmark = pytest.mark.usefixtures("requires_root")
 
 
-def unpack_image(reference: str, tmp_path: Path, disk_mb: int = 64, settings: KvmXfs | None = None) -> Path:
+def unpack_image(
+    reference: str,
+    tmp_path: Path,
+    disk_mb: int = 64,
+    settings: KvmXfs | None = None,
+    login: RegistryLogin | None = None,
+) -> Path:
     """Copy and unpack an image. Returns the path of its tree."""
     work_directory = tmp_path / "work"
     work_directory.mkdir(mode=0o700)
 
     async def run() -> Path:
         image = parse_image_reference(reference)
-        copied = await copy_image(image, work_directory, settings or KvmXfs(), disk_mb << 20, lambda line: None)
+        copied = await copy_image(image, work_directory, settings or KvmXfs(), disk_mb << 20, lambda line: None, login)
         return await unpack_layers(copied, work_directory, disk_mb, lambda line: None)
 
     return asyncio.run(run())
@@ -319,13 +326,21 @@ def test_credentials_are_used_and_are_in_no_command_line(
             KvmXfs(insecure_registries=[registry], registry_auth_file=path)
             for path in (None, tmp_path / "missing", auth_file)
         )
-        check_refused(reference, tmp_path, "refuses access .* ask an administrator to set", config_without_file)
+        check_refused(reference, tmp_path, "refuses access .* administrator to set", config_without_file)
         (tmp_path / "2").mkdir()
         check_refused(
             reference, tmp_path / "2", "missing does not exist on the gateway's host", config_with_missing_file
         )
         (tmp_path / "3").mkdir()
         assert (unpack_image(reference, tmp_path / "3", settings=config_with_file) / "hello").exists()
+        (tmp_path / "4").mkdir()
+        login = RegistryLogin(USER, PASSWORD)
+        tree = unpack_image(reference, tmp_path / "4", settings=config_with_missing_file, login=login)
+        assert (tree / "hello").exists(), "the login of a request replaces the file in the configuration"
+        assert PASSWORD not in repr(login)
+        (tmp_path / "5").mkdir()
+        with pytest.raises(Invalid, match=r"refuses access .* pass a user name and a password"):
+            unpack_image(reference, tmp_path / "5", settings=config_with_file, login=RegistryLogin(USER, "wrong"))
     token = json.loads(auth_file.read_text())["auths"][registry]["auth"]
     assert len(command_lines) >= 3
     assert not any(secret in line for line in command_lines for secret in (PASSWORD, token))

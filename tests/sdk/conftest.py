@@ -41,6 +41,8 @@ class Server:
     template: str
     key: str = KEY
     domain: str = DOMAIN
+    registry_port: int = 0
+    """The port of 127.0.0.1 at which a test can run a registry without HTTPS."""
 
     @property
     def url(self) -> str:
@@ -66,8 +68,10 @@ def server(request: pytest.FixtureRequest) -> Iterator[Server]:
     port = session.allocate_port()
     server_section = {"listen": f"127.0.0.1:{port}", "key_file": str(_write_keys()), "domain": DOMAIN}
     if request.param == "kvm_xfs":
-        gateway = request.getfixturevalue("seeded_gateways")({"server": server_section})
-        yield Server("kvm_xfs", _HOSTS["kvm_xfs"].abilities, gateway, port, TEMPLATE)
+        registry_port = session.allocate_port()
+        kvm_section = {"insecure_registries": [f"127.0.0.1:{registry_port}"]}
+        gateway = request.getfixturevalue("seeded_gateways")({"server": server_section, "kvm_xfs": kvm_section})
+        yield Server("kvm_xfs", _HOSTS["kvm_xfs"].abilities, gateway, port, TEMPLATE, registry_port=registry_port)
     else:
         world = request.getfixturevalue("jail_zfs_world")
         directory = session.get_run_dir() / "sdk"

@@ -19,7 +19,15 @@ from tests.sdk import client_sets
 from tests.sdk.conftest import HTTP, Server
 from tests.sdk.coverage import covers
 from tests.support import waiting
-from tests.support.images import make_small_debian_layer, write_layout
+from tests.support.images import (
+    PASSWORD,
+    USER,
+    make_small_debian_layer,
+    push_image,
+    running_registry,
+    write_auth_file,
+    write_layout,
+)
 
 CreateSandbox = Callable[..., Sandbox]
 _NOT_RUNNING_ERROR = getattr(e2b, "SandboxNotRunningException", e2b.TimeoutException)
@@ -421,6 +429,58 @@ def test_templates_are_found_by_name(server):
     assert error_info.value.status_code == 400
 
 
+@covers("Template.assign_tags", "Template.get_tags")
+@covers("Template.remove_tags", note="a build without a tag is removed with its last sandbox")
+def test_tags_stand_for_builds_of_a_template(server, create_sandbox):
+    template = server.gateway.call("GET", f"/templates/{server.template}")
+    tag_info = e2b.Template.assign_tags(server.template, ["v1", "stable"])
+    assert tag_info.build_id == template["buildID"] and tag_info.tags == ["v1", "stable"]
+    assert e2b.Template.assign_tags(f"{server.template}:v1", "live").tags == ["live"]
+    tags = {tag.tag: tag for tag in e2b.Template.get_tags(server.template)}
+    assert tags.keys() == {"default", "v1", "stable", "live"}
+    assert {tag.build_id for tag in tags.values()} == {template["buildID"]}
+    assert tags["default"].created_at < tags["v1"].created_at <= tags["live"].created_at
+    for tag in ("live", "default", template["buildID"]):
+        assert create_sandbox(f"{server.template}:{tag}").get_info().template_id == template["templateID"]
+    assert e2b.Template.exists(f"{server.template}:live") and not e2b.Template.exists(f"{server.template}:v2")
+    e2b.Template.remove_tags(server.template, ["v1", "stable"])
+    e2b.Template.remove_tags(server.template, "live")
+    assert [tag.tag for tag in e2b.Template.get_tags(template["templateID"])] == ["default"]
+    with pytest.raises(e2b.SandboxException, match=":v1' not found"):
+        create_sandbox(f"{server.template}:v1")
+    with pytest.raises(e2b.TemplateException, match="the tag 'default' cannot be removed"):
+        e2b.Template.remove_tags(server.template, "default")
+    with pytest.raises(e2b.TemplateException, match="the tag 'no spaces' is not allowed"):
+        e2b.Template.assign_tags(server.template, "no spaces")
+
+
+@pytest.mark.usefixtures("requires_memory")
+@covers("Template.build", "Template.build_in_background")
+def test_a_tag_keeps_its_build_when_the_template_is_built_again(server, create_sandbox, tmp_path):
+    layout = write_layout(tmp_path / "layout", [make_small_debian_layer(tmp_path)], {"Env": ["PATH=/usr/bin:/bin"]})
+
+    def make_template(version: int) -> Any:
+        return e2b.Template().from_image(f"oci:{layout}:test").run_cmd(f"echo {version} > /version")
+
+    first_build = e2b.Template.build(make_template(1), "web", tags=["v1", "live"], cpu_count=1, memory_mb=256)
+    assert first_build.tags == ["v1", "live"]
+    second_build = e2b.Template.build_in_background(make_template(2), "web:v2", cpu_count=1, memory_mb=256)
+    assert {tag.build_id for tag in e2b.Template.get_tags("web")} == {first_build.build_id}, "it is not built yet"
+    wait_until(lambda: e2b.Template.get_build_status(second_build).status is e2b.TemplateBuildStatus.READY)
+    assert e2b.Template.assign_tags("web:v2", ["live", "default"]).build_id == second_build.build_id
+    assert {tag.tag: tag.build_id for tag in e2b.Template.get_tags("web")} == {
+        "v1": first_build.build_id,
+        "v2": second_build.build_id,
+        "live": second_build.build_id,
+        "default": second_build.build_id,
+    }
+    for ref, version in (("web:v1", 1), ("web:v2", 2), ("web:live", 2), ("web", 2), (f"web:{first_build.build_id}", 1)):
+        assert create_sandbox(ref).files.read("/version") == f"{version}\n"
+    e2b.Template.remove_tags("web", "v1")
+    assert not e2b.Template.exists("web:v1")
+    server.gateway.call("DELETE", f"/templates/{second_build.template_id}?when=unused")
+
+
 @covers("Template.get_build_status")
 def test_the_status_of_a_build_contains_its_log(server):
     template = server.gateway.call("GET", f"/templates/{server.template}")
@@ -431,7 +491,8 @@ def test_the_status_of_a_build_contains_its_log(server):
 
 
 @pytest.mark.usefixtures("requires_memory")
-@covers("Template.build", note="from images, without tags and credentials; each call runs a full build")
+@covers("Template.build", note="each call runs a full build")
+@covers("Template.from_image", note="also from `oci:` and archives on the gateway's host")
 @covers("Template.get_build_status")
 def test_a_template_is_built_from_an_image_with_steps(server, create_sandbox, tmp_path):
     settings = {"Env": ["COLOUR=green", "PATH=/usr/bin"], "Cmd": ["sleep", "77777"]}
@@ -506,9 +567,38 @@ def test_copy_adds_files_to_a_template(server, create_sandbox, tmp_path):
     server.gateway.call("DELETE", "/templates/copied")
 
 
-@pytest.mark.slow
 @pytest.mark.usefixtures("requires_memory")
 @covers("Template.build")
+def test_a_private_image_is_fetched_with_the_credentials_of_the_request(server, create_sandbox, tmp_path):
+    layout = write_layout(tmp_path / "layout", [make_small_debian_layer(tmp_path)], {"Env": ["PATH=/usr/bin:/bin"]})
+    with running_registry(tmp_path / "registry", with_password=True, port=server.registry_port) as registry:
+        image = f"{registry}/private:1"
+        push_image(layout, image, write_auth_file(tmp_path / "auth.json", registry))
+        for options in ({}, {"username": USER, "password": "wrong"}):
+            with pytest.raises(e2b.BuildException, match=r"refuses access to .*/private:1: check the name, and pass a"):
+                e2b.Template.build(e2b.Template().from_image(image, **options), "private")
+        messages = []
+        build = e2b.Template.build(
+            e2b.Template().from_image(image, username=USER, password=PASSWORD),
+            "private",
+            cpu_count=1,
+            memory_mb=256,
+            on_build_logs=lambda entry: messages.append(entry.message),
+        )
+        with pytest.raises(AssertionError, match="refuses access"):
+            server.gateway.call("POST", "/templates/private")
+    assert create_sandbox("private").commands.run("echo works").stdout == "works\n"
+    template = server.gateway.call("GET", f"/templates/{build.template_id}")
+    assert template["recipe"]["image"] == image
+    records = [path.read_text() for path in server.gateway.state_root.rglob("*.json")]
+    assert any(build.template_id in text for text in records)
+    assert not any(PASSWORD in text for text in (str(template), *messages, *records))
+    server.gateway.call("DELETE", "/templates/private?when=unused")
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("requires_memory")
+@covers("Template.build", "Template.from_dockerfile")
 def test_a_template_is_built_from_a_dockerfile(server, create_sandbox, tmp_path):
     layout = write_layout(tmp_path / "layout", [make_small_debian_layer(tmp_path)], {"Env": ["PATH=/usr/bin:/bin"]})
     context = tmp_path / "context"
@@ -525,11 +615,63 @@ def test_a_template_is_built_from_a_dockerfile(server, create_sandbox, tmp_path)
     server.gateway.call("DELETE", "/templates/copied")
 
 
+@pytest.mark.usefixtures("requires_memory")
+@covers("Template.build")
+@covers("Template.from_template", note="not from a jail's template")
+def test_a_template_is_built_from_another_template(server, create_sandbox, tmp_path):
+    (tmp_path / "run.sh").write_text("#!/bin/sh\necho $0 copied\n")
+    lower_template = (
+        e2b.Template(file_context_path=tmp_path)
+        .from_template(server.template)
+        .set_envs({"SHAPE": "round"})
+        .set_workdir("/srv/work")
+        .copy("run.sh", "bin/", mode=0o755)
+        .run_cmd('echo "$SHAPE $(id -un)" > /var/tmp/lower; bin/run.sh >> /var/tmp/lower', user="games")
+        .set_start_cmd('echo "$SHAPE" > /var/tmp/started; sleep 88888', "test -e /var/tmp/started")
+    )
+    lower_build = e2b.Template.build(lower_template, "lower", cpu_count=1, memory_mb=512)
+    upper_template = (
+        e2b.Template().from_template("lower").run_cmd("rm /var/tmp/started").run_cmd("cp /var/tmp/lower /upper")
+    )
+    upper_build = e2b.Template.build(upper_template, "upper:v1")
+    lower_details, upper_details = (
+        server.gateway.call("GET", f"/templates/{build.template_id}") for build in (lower_build, upper_build)
+    )
+    assert upper_details["memoryMB"] == lower_details["memoryMB"] == 512
+    assert upper_details["diskSizeMB"] == server.gateway.call("GET", f"/templates/{server.template}")["diskSizeMB"]
+    server.gateway.call("DELETE", "/templates/lower")
+    sandbox = create_sandbox("upper:v1")
+    assert sandbox.files.read("/upper") == "round games\nbin/run.sh copied\n"
+    assert sandbox.files.read("/var/tmp/started") == "round\n", (
+        "the start command of the lower template was not started"
+    )
+    assert "88888" in sandbox.commands.run("cat /proc/[0-9]*/cmdline; true").stdout
+    sandbox.kill()
+    server.gateway.call("DELETE", "/templates/upper:v1")
+
+
+def test_a_recipe_can_start_from_a_template(server, create_sandbox):
+    """This works on both kinds of host. The steps of the client work only on hosts with images."""
+    recipe = {"name": "derived", "template": server.template, "setup": ["echo derived > /root/derived"]}
+    build = server.gateway.call("POST", "/templates", recipe)
+    info = e2b.BuildInfo(build["templateID"], build["buildID"], "derived", "derived")
+    wait_until(lambda: e2b.Template.get_build_status(info).status is e2b.TemplateBuildStatus.READY)
+    sandbox = create_sandbox("derived")
+    assert sandbox.files.read("/root/derived") == "derived\n"
+    sandbox.kill()
+    server.gateway.call("DELETE", "/templates/derived")
+    if not server.abilities.memory:
+        with pytest.raises(e2b.BuildException, match="a jail host cannot run the steps of E2B's client"):
+            e2b.Template.build(e2b.Template().from_template(server.template).run_cmd("true"), "refused")
+
+
 def test_steps_that_are_not_supported_are_refused(server):
-    with pytest.raises(e2b.BuildException, match="fromTemplate: not supported, because builds start from images"):
-        e2b.Template.build(e2b.Template().from_template(server.template), "refused")
-    with pytest.raises(e2b.BuildException, match="tags: not supported, because templates have names, but no tags"):
-        e2b.Template.build(e2b.Template().from_image("app:1"), "refused", tags=["stable"])
+    aws_image = e2b.Template().from_aws_registry("registry.test/app:1", "key", "secret", "eu-west-1")
+    with pytest.raises(e2b.BuildException, match=r"awsRegion: not supported, .* user name AWS"):
+        e2b.Template.build(aws_image, "refused")
+    if server.abilities.memory:
+        with pytest.raises(e2b.BuildException, match="is not in a registry: send no user name and password"):
+            e2b.Template.build(e2b.Template().from_image("oci:/srv/image", USER, PASSWORD), "refused")
     assert not e2b.Template.exists("refused")
 
 
@@ -548,6 +690,44 @@ def test_errors_have_a_status_code(create_sandbox):
     with pytest.raises(e2b.SandboxException) as invalid_info:
         create_sandbox(metadata={"a": "b"}, timeout=-7)
     assert invalid_info.value.status_code == 400
+
+
+async def _build_with_async_client(template: e2b.AsyncTemplate, tag: str) -> list[str]:
+    """Build a template whose name has a tag, and move another tag to it. Returns the log and a file of a sandbox."""
+    messages: list[str] = []
+    build = await e2b.AsyncTemplate.build(
+        template, f"async:{tag}", cpu_count=1, memory_mb=256, on_build_logs=lambda entry: messages.append(entry.message)
+    )
+    assert (await e2b.AsyncTemplate.assign_tags(f"async:{tag}", "live")).build_id == build.build_id
+    assert {each.tag: each.build_id for each in await e2b.AsyncTemplate.get_tags("async")} == {
+        tag: build.build_id,
+        "live": build.build_id,
+    }
+    await e2b.AsyncTemplate.remove_tags("async", "live")
+    assert not await e2b.AsyncTemplate.exists("async:live")
+    sandbox = await AsyncSandbox.create(f"async:{tag}")
+    try:
+        return [*messages, await sandbox.files.read("/srv/output")]
+    finally:
+        await sandbox.kill()
+
+
+@pytest.mark.usefixtures("requires_memory")
+@covers("AsyncTemplate", note="sends the same requests; some of them are tested")
+def test_the_async_client_copies_files_into_a_template(server, tmp_path):
+    layout = write_layout(tmp_path / "layout", [make_small_debian_layer(tmp_path)], {"Env": ["PATH=/usr/bin:/bin"]})
+    context = tmp_path / "context"
+    context.mkdir()
+    (context / "run.sh").write_text("#!/bin/sh\necho copied\n")
+    template = (
+        e2b.AsyncTemplate(file_context_path=context)
+        .from_image(f"oci:{layout}:test")
+        .copy("run.sh", "/srv/bin/", mode=0o755)
+        .run_cmd("/srv/bin/run.sh > /srv/output")
+    )
+    results = asyncio.run(_build_with_async_client(template, "v1"))
+    assert "Uploaded 'run.sh'" in results and results[-1] == "copied\n"
+    server.gateway.call("DELETE", "/templates/async:v1")
 
 
 async def _use_async_client(server: Server) -> None:

@@ -26,7 +26,7 @@ from tests.support.session import REPOSITORY
 _UPDATE_COMMAND = "GROVE_WRITE_DOCS=1 ./dev test tests/sdk/test_fields.py"
 _TEMPLATE_REASON = "templates are built with `POST /templates` (templates.md)"
 _SECRETS_REASON = "there are no secrets: use `envVars`"
-_TAGS_REASON = "templates have names, but no tags"
+_TAGS_REASON = "only E2B's dashboard uses it: use `GET /templates/{}/tags`"
 _ONE_PAGE_REASON = "the response is complete: it has no pages"
 
 
@@ -68,9 +68,6 @@ CLIENTS = (
             ),
             **dict.fromkeys(
                 (
-                    "DELETE /templates/tags",
-                    "POST /templates/tags",
-                    "GET /templates/{}/tags",
                     "GET /templates/{}/tags/count",
                     "GET /templates/{}/tags/exists",
                     "GET /templates/{}/tags/groups",

@@ -377,7 +377,7 @@ def test_a_huge_file_in_an_untrusted_tree_is_refused(tmp_path: Path) -> None:
 
 
 def test_an_endless_line_is_truncated() -> None:
-    build = Build(template_id="t", name="t", digest="d")
+    build = Build(template_id="t", names=["t"], digest="d")
     writer = LogWriter(build)
     for _ in range(2000):
         writer.feed(b"x" * 65536)
@@ -396,7 +396,7 @@ def test_millions_of_lines_from_a_build_do_not_delay_other_requests(
         json.dumps({"event": event}).encode() for event in ({"data": {"stdout": output}}, {"end": {"exitCode": 3}})
     ]
     response = make_response(b"".join(struct.pack(">BI", 0, len(frame)) + frame for frame in frames))
-    build = Build(template_id="t", name="t", digest="d")
+    build = Build(template_id="t", names=["t"], digest="d")
     engine = memory_gateway.engine
 
     async def run_command() -> int:

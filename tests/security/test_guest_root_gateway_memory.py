@@ -62,7 +62,7 @@ def measure_peak_allocation(work: Callable[[], None]) -> int:
 
 def test_output_of_a_setup_command_is_bounded() -> None:
     """The output is endless. The last lines are kept, because they explain the failure."""
-    build = Build("", "", "")
+    build = Build("", [], "")
 
     def attack() -> None:
         writer = LogWriter(build)
@@ -81,7 +81,7 @@ def test_output_of_a_setup_command_is_bounded() -> None:
 
 
 def test_a_short_build_log_is_complete() -> None:
-    build = Build("", "", "")
+    build = Build("", [], "")
     writer = LogWriter(build)
     for piece in (b"a", b"b\nc", b"\n", b"d"):
         writer.feed(piece)

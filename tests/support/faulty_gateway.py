@@ -24,6 +24,7 @@ from urllib.parse import parse_qsl, urlencode
 
 from sandbox_gateway.errors import BackendFailed
 from sandbox_gateway.hosts.base import Log
+from sandbox_gateway.image_references import RegistryLogin
 from sandbox_gateway.recipes import Recipe
 from sandbox_gateway.records import Sandbox, Snapshot
 from tests.api import memory_gateway
@@ -59,11 +60,13 @@ class FaultyHost(MemoryHost):
     machine_type = ShellMachine
     holds_builds = False
 
-    async def build_base(self, base: Snapshot, recipe: Recipe, source_digest: str, log: Log) -> str:
+    async def build_base(
+        self, base: Snapshot, recipe: Recipe, source_digest: str, log: Log, login: RegistryLogin | None = None
+    ) -> str:
         # Tests set ``holds_builds`` in another thread.
         while self.holds_builds:  # noqa: ASYNC110
             await asyncio.sleep(0.02)
-        return await super().build_base(base, recipe, source_digest, log)
+        return await super().build_base(base, recipe, source_digest, log, login)
 
     async def fork(self, snapshot: Snapshot, sandbox: Sandbox, *, with_memory: bool, hold: bool = False) -> None:
         if sandbox.name in self.failing_names:

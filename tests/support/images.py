@@ -112,9 +112,9 @@ _PASSWORD_FILE = f"{USER}:$2b$04$abcdefghijklmnopqrstuuV3duMsC0HpUex6N9qapiuOHHW
 
 
 @contextlib.contextmanager
-def running_registry(directory: Path, *, with_password: bool = False) -> Iterator[str]:
+def running_registry(directory: Path, *, with_password: bool = False, port: int = 0) -> Iterator[str]:
     """Run a registry without HTTPS. Yields its HOST:PORT. ``with_password``: only USER with PASSWORD may use it."""
-    address = f"127.0.0.1:{session.allocate_port()}"
+    address = f"127.0.0.1:{port or session.allocate_port()}"
     config: dict[str, Any] = {
         "version": "0.1",
         "log": {"level": "error"},

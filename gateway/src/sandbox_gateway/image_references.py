@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import StrEnum
 
 MAX_LENGTH = 1024
@@ -46,6 +46,14 @@ class ImageReference:
             version = f"@{self.digest}" if self.digest else f":{self.tag}"
             return f"docker://{self.name}{version}"
         return f"{self.transport}:{self.path}{':' if self.tag else ''}{self.tag}"
+
+
+@dataclass(frozen=True)
+class RegistryLogin:
+    """The user name and the password for a registry. They are in no record, recipe or log."""
+
+    username: str
+    password: str = field(repr=False)
 
 
 def parse_image_reference(text: str) -> ImageReference:

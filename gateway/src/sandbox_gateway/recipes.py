@@ -31,6 +31,7 @@ class Source(StrEnum):
     DEBOOTSTRAP = "debootstrap"
     ROOTFS = "rootfs"
     IMAGE = "image"
+    TEMPLATE = "template"
 
 
 class Recipe(BaseModel):
@@ -51,6 +52,8 @@ class Recipe(BaseModel):
     """With ``rootfs``: the absolute path of a directory or a (compressed) tarball on the gateway's host."""
     image: str = ""
     """With ``image``: a reference to an OCI image, in a form that ``parse_image_reference`` accepts."""
+    template: str = ""
+    """With ``template``: the name or id of the template whose disk the new one starts with."""
     setup: list[str] = Field(default_factory=list, max_length=1000)
     start_command: str = ""
     ready_probe: str = ""
@@ -69,8 +72,12 @@ class Recipe(BaseModel):
             raise ValueError("'path' is valid only with 'from: rootfs': remove 'path', or set 'from: rootfs'")
         if self.source is not Source.IMAGE and self.image:
             raise ValueError("'image' is valid only with 'from: image': remove 'image', or set 'from: image'")
+        if self.source is not Source.TEMPLATE and self.template:
+            raise ValueError("'template' is valid only with 'from: template': remove it, or set 'from: template'")
         if self.source is Source.IMAGE:
             self._check_image()
+        if self.source is Source.TEMPLATE:
+            self._check_template()
         for package in self.packages:
             if not _PACKAGE_PATTERN.fullmatch(package):
                 raise ValueError(
@@ -88,12 +95,20 @@ class Recipe(BaseModel):
         if self.packages:
             raise ValueError("'packages' cannot be added to an image: install them with a command in 'setup'")
 
+    def _check_template(self) -> None:
+        if not self.template:
+            raise ValueError("a template from a template needs the field 'template': set it to a name or an id")
+        if self.packages:
+            raise ValueError("'packages' cannot be added to a template: install them with a command in 'setup'")
+
     def compute_digest(self, *salts: str) -> str:
         """Return the hex SHA-256 of the canonical recipe and ``salts`` (the digests of the guest and the source)."""
         fields = {**self.model_dump(mode="json"), "packages": sorted(set(self.packages))}
         if not self.image:
-            # Recipes without an image have the same digest as before images were supported.
+            # Recipes without an image have the same digest as before images were supported, and the same for templates.
             del fields["image"]
+        if not self.template:
+            del fields["template"]
         return _compute_digest(fields, salts)
 
 

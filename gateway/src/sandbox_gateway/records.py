@@ -18,6 +18,7 @@ from contextvars import ContextVar
 from datetime import UTC, datetime
 from enum import StrEnum
 from typing import Annotated, Any, TypeVar
+from uuid import UUID
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, model_validator
 
@@ -30,6 +31,10 @@ Records without a format have format 1.
 """
 NAME_PATTERN = r"[A-Za-z0-9][A-Za-z0-9_.-]{0,63}"
 _NAME_REGEX = re.compile(NAME_PATTERN)
+_TAG_REGEX = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,62}")
+TAG_SEPARATOR = ":"
+DEFAULT_TAG = "default"
+"""The tag that a name without a tag stands for."""
 
 
 PLANNED_PREFIX = "5e5510ff"
@@ -67,7 +72,40 @@ def check_name(name: str) -> str:
     return name
 
 
+def check_template_name(name: str) -> str:
+    """Return ``name``, which is NAME or NAME:TAG, if it is allowed. Otherwise, raise a ValueError with the rule."""
+    base_name, separator, tag = name.partition(TAG_SEPARATOR)
+    check_name(base_name)
+    if separator:
+        check_tag(tag)
+    return name
+
+
+def check_tag(tag: str) -> str:
+    """Return ``tag`` if it is allowed. Otherwise, raise a ValueError that states the rule for tags."""
+    short_tag = tag if len(tag) <= 80 else tag[:77] + "..."
+    if not _TAG_REGEX.fullmatch(tag):
+        raise ValueError(
+            f"the tag {short_tag!r} is not allowed: use 1 to 63 letters, digits, '_', '.' or '-', starting with a "
+            "letter or digit"
+        )
+    if _is_uuid(tag):
+        raise ValueError(f"the tag {short_tag!r} is not allowed, because build ids look like this: choose another tag")
+    return tag
+
+
+def _is_uuid(text: str) -> bool:
+    try:
+        UUID(text)
+    except ValueError:
+        return False
+    return True
+
+
 Name = Annotated[str, AfterValidator(check_name)]
+Tag = Annotated[str, AfterValidator(check_tag)]
+TemplateName = Annotated[str, AfterValidator(check_template_name)]
+"""NAME or NAME:TAG."""
 Id = Annotated[str, Field(pattern=r"^[0-9a-f]{12}$")]
 
 
@@ -319,12 +357,26 @@ class Retention(_Part):
     """Maximum age in seconds."""
 
 
+class StartCommand(_Part):
+    """The command that a build starts in a template before the capture, and the probe that it then waits for."""
+
+    command: str = ""
+    """That of the recipe, of its image, or of the template that it starts from. Empty: none."""
+    ready_probe: str = ""
+    ready_timeout: float = 60
+    """In seconds."""
+
+
 class Snapshot(_Record):
     """A snapshot or template, from which sandboxes can be forked."""
 
     id: Id = Field(default_factory=new_id)
     kind: SnapshotKind = SnapshotKind.SNAPSHOT
     names: list[Name] = Field(default_factory=list)
+    tagged_names: list[TemplateName] = Field(default_factory=list)
+    """A template's names with tags, such as ``web:v1``. An older release keeps them, but does not know them."""
+    named_at: dict[str, datetime] = Field(default_factory=dict)
+    """When a template got each of its names, with or without a tag. Empty if an older release named it."""
     description: str = ""
     source_sandbox: str = ""
     origin_sandbox: str = ""
@@ -361,10 +413,17 @@ class Snapshot(_Record):
     Empty if the recipe has no path, or if an older gateway built the template.
     """
     recipe: dict[str, Any] = Field(default_factory=dict)
+    start: StartCommand | None = None
+    """What the build of a template started. None if an older release built it: see ``recipe``."""
     imported: ImportOrigin | None = None
     """Where it came from, if it was imported from a file."""
     host: dict[str, Any] = Field(default_factory=dict)
     """Data that the host needs to start a machine from the snapshot, such as the accelerator and the CPU model."""
+
+    @property
+    def all_names(self) -> list[str]:
+        """Its names without and with tags."""
+        return [*self.names, *self.tagged_names]
 
     @property
     def is_hidden(self) -> bool:

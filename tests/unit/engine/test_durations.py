@@ -116,7 +116,9 @@ _CALLS: list[tuple[str, str, str, _Call]] = [
     ("Volumes.delete", "volume.delete", "", lambda e: e.volumes.delete("v")),
     ("Templates.build", "template.request", "", lambda e: e.templates.build("t", Recipe())),
     ("", "template.build", "incremental", lambda e: build(e, "w", "jq")),
-    ("Templates.set_alias", "template.alias", "", lambda e: e.templates.set_alias("t", "alias")),
+    ("Templates.add_names", "template.alias", "", lambda e: e.templates.add_names("t", ["alias"])),
+    ("Templates.assign_tags", "template.alias", "", lambda e: e.templates.assign_tags("t", ["v1"])),
+    ("Templates.remove_tags", "template.alias", "", lambda e: e.templates.remove_tags("t", ["v1"])),
     ("PrewarmPool.set_target", "prewarm.set", "", lambda e: e.prewarm.set_target("s", 1)),
     ("", "prewarm.start", "incremental", lambda e: wait_until(lambda: e.prewarm.get_level(e.snapshots.get("s")).ready)),
     ("", "prewarm.claim", "incremental", lambda e: create(e, "f", "s")),
@@ -145,11 +147,13 @@ def count_observations(app: FastAPI, operation: str, memory: str, outcome: str) 
 
 
 async def start_announced_build(engine: Engine, name: str) -> None:
-    announced_build = engine.templates.announce(name, Resources())
-    build = await engine.templates.start(name, announced_build.build_id, lambda resources: Recipe(resources=resources))
+    announced_build = engine.templates.announce([name], {})
+    build = await engine.templates.start(
+        name, announced_build.build_id, lambda sizes: Recipe(resources=Resources(**sizes))
+    )
     assert build is announced_build
     with pytest.raises(NotFound):
-        await engine.templates.start(name, announced_build.build_id, lambda resources: Recipe(resources=resources))
+        await engine.templates.start(name, announced_build.build_id, lambda sizes: Recipe())
     assert engine.templates.get_build(announced_build.template_id, announced_build.build_id) is announced_build
 
 

@@ -20,6 +20,7 @@ from sandbox_gateway.engine.plans.host import PlannedHost
 from sandbox_gateway.engine.room import MACHINE_START_BYTES
 from sandbox_gateway.errors import Unsupported
 from sandbox_gateway.hosts.base import Log, Room, Usage
+from sandbox_gateway.image_references import RegistryLogin
 from sandbox_gateway.recipes import Recipe
 from sandbox_gateway.records import Sandbox, Snapshot
 from tests.api.memory_gateway import MemoryGateway
@@ -143,9 +144,11 @@ class SlowBuildHost(BusyHost):
         super().__init__()
         self.build_event = threading.Event()
 
-    async def build_base(self, base: Snapshot, recipe: Recipe, source_digest: str, log: Log) -> str:
+    async def build_base(
+        self, base: Snapshot, recipe: Recipe, source_digest: str, log: Log, login: RegistryLogin | None = None
+    ) -> str:
         await asyncio.to_thread(self.build_event.wait, 60)
-        return await super().build_base(base, recipe, source_digest, log)
+        return await super().build_base(base, recipe, source_digest, log, login)
 
 
 @with_and_without_plan

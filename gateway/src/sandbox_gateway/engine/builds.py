@@ -11,7 +11,8 @@ from datetime import datetime
 from typing import Any, NamedTuple
 
 from sandbox_gateway.control_characters import remove_control_characters
-from sandbox_gateway.records import new_id, now
+from sandbox_gateway.engine.names import create_build_id
+from sandbox_gateway.records import now
 
 _MAX_BYTES = 1 << 20
 _LAST_LINE_COUNT = 40
@@ -33,7 +34,8 @@ class Build:
     """
 
     template_id: str
-    name: str
+    names: list[str]
+    """The names that the template gets, with or without a tag."""
     digest: str
     source_digest: str = ""
     """The digest of the recipe's directory, tarball or image."""
@@ -42,7 +44,6 @@ class Build:
     description: str = ""
     prewarm: int = 0
     """The number of forks to keep ready once the template is built."""
-    build_id: str = field(default_factory=new_id)
     status: str = "building"
     reason: str = ""
     log_lines: list[LogLine] = field(default_factory=list)
@@ -52,17 +53,20 @@ class Build:
     _last_lines: deque[LogLine] = field(default_factory=lambda: deque(maxlen=_LAST_LINE_COUNT))
     _update_event: asyncio.Event = field(default_factory=asyncio.Event)
 
+    @property
+    def build_id(self) -> str:
+        return create_build_id(self.template_id)
+
     def copy_initial_state(self) -> Build:
         """Return a copy of the build as it was at its start, for another engine to carry out."""
         return Build(
             template_id=self.template_id,
-            name=self.name,
+            names=self.names,
             digest=self.digest,
             source_digest=self.source_digest,
             recipe=self.recipe,
             description=self.description,
             prewarm=self.prewarm,
-            build_id=self.build_id,
             started_at=self.started_at,
         )
 

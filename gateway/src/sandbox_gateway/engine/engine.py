@@ -85,7 +85,7 @@ class Engine:
         replacement = Replacement(context, locking, collector, removal, machines)
         self.transfers = transfers = Transfers(context, collector, room)
         self.build_files = build_files = BuildFiles(context, room, transfers)
-        builder = TemplateBuilder(context, agents, machines, captures, room, build_files)
+        builder = TemplateBuilder(context, agents, machines, captures, room, build_files, collector)
         self.snapshots = snapshots = Snapshots(context, locking, references, collector, removal, captures, prewarm)
         self.forks = Forks(context, locking, references, collector, mount_planner, machines, captures, room)
         self.sandboxes = sandboxes = Sandboxes(

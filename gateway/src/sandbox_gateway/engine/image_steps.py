@@ -11,7 +11,7 @@ from typing import Any
 
 from sandbox_gateway.errors import Invalid, Unsupported
 
-_LAUNCHER = "/opt/sandbox/start"
+LAUNCHER = "/opt/sandbox/start"
 """Runs a program in the same environment as the image's entry point. Every template from an image contains it."""
 _COPIER = "/opt/sandbox/copy"
 """Copies the files of an archive, and removes the archive. Every template from an image contains it."""
@@ -32,7 +32,7 @@ def build_archive_path(digest: str) -> str:
 
 def find_archive(command: str) -> str:
     """Return the digest of the archive that ``command`` copies, or "" if it does not come from a COPY step."""
-    prefix = f"exec {_LAUNCHER} "
+    prefix = f"exec {LAUNCHER} "
     if not (command.startswith(prefix) and _COPIER in command):
         return ""
     try:
@@ -43,6 +43,11 @@ def find_archive(command: str) -> str:
     except (ValueError, TypeError, RecursionError):
         pass  # It was written by a user.
     return ""
+
+
+def needs_programs(command: str) -> bool:
+    """Return whether ``command`` runs one of the programs that every template from an image contains."""
+    return command.startswith(f"exec {LAUNCHER} ")
 
 
 @dataclass
@@ -93,7 +98,7 @@ class ImageSteps:
 
     def _launch(self, args: Sequence[str], description: str, **changes: Any) -> str:
         settings = {"args": args, **self._changes, **changes}
-        command = f"exec {_LAUNCHER} {shlex.quote(json.dumps(settings))}"
+        command = f"exec {LAUNCHER} {shlex.quote(json.dumps(settings))}"
         if len(command) > _MAX_COMMAND_BYTES:
             raise Invalid(
                 f"the command {description[:80]!r} is {len(command)} bytes long with its environment: send at most "

@@ -10,7 +10,7 @@ from typing import NamedTuple, TypeVar
 
 from sandbox_gateway.engine.creation_order import CreationOrder, Key
 from sandbox_gateway.engine.id_groups import IdGroups
-from sandbox_gateway.engine.names import shorten
+from sandbox_gateway.engine.names import find_template_id, remove_default_tag, shorten, split_tag
 from sandbox_gateway.engine.own_changes import count_change
 from sandbox_gateway.errors import NameTaken, NotFound
 from sandbox_gateway.records import (
@@ -253,6 +253,7 @@ class Index:
 
     def find_owner(self, name: str) -> str:
         """Return the id of the object with this name, or "" if there is none."""
+        name = remove_default_tag(name)
         if name in self._names:
             return self._names[name]
         return name if name in self.sandboxes or name in self.snapshots or name in self.volumes else ""
@@ -282,11 +283,26 @@ class Index:
 
     def get_snapshot(self, ref: str, *, noun: str = "snapshot", kinds: Iterable[SnapshotKind] = ()) -> Snapshot:
         """Find a visible snapshot or template by id or name."""
-        snapshot = self.snapshots.get(ref) or self.snapshots.get(self._names.get(ref, ""))
+        snapshot = self.snapshots.get(self._find_snapshot_id(ref))
         allowed_kinds = set(kinds) or {SnapshotKind.SNAPSHOT, SnapshotKind.TEMPLATE}
         if snapshot is None or snapshot.doomed or snapshot.kind not in allowed_kinds:
             raise NotFound(noun, shorten(ref))
         return snapshot
+
+    def _find_snapshot_id(self, ref: str) -> str:
+        """Return the id of the snapshot with this id or name, or "" if there is none.
+
+        NAME:default is the same as NAME. NAME:BUILD_ID is the template with this build id, if it has the name NAME with
+        any tag.
+        """
+        name = remove_default_tag(ref)
+        id = name if name in self.snapshots else self._names.get(name, "")
+        if not id:
+            base_name, tag = split_tag(name)
+            template = self.snapshots.get(find_template_id(tag))
+            if template is not None and base_name in (split_tag(each)[0] for each in _list_names(template)):
+                id = template.id
+        return id
 
     def get_any_snapshot(self, id: str) -> Snapshot:
         """Find a snapshot of any kind, even a hidden one, by id."""
@@ -367,12 +383,13 @@ def _is_visible_snapshot(snapshot: Snapshot) -> bool:
 def _list_names(record: Record) -> list[str]:
     """Return an object's names in the shared namespace. The name of a volume snapshot is local to its volume."""
     if isinstance(record, Snapshot):
-        return [] if record.doomed else record.names
+        return [] if record.doomed else record.all_names
     return [] if isinstance(record, VolumeSnapshot) else [record.name]
 
 
 def _remove_name(record: Record, name: str) -> None:
     if isinstance(record, Snapshot):
         record.names = [each for each in record.names if each != name]
+        record.tagged_names = [each for each in record.tagged_names if each != name]
     else:
         record.name = record.id

@@ -83,4 +83,4 @@ def _create_node(record: Sandbox | Snapshot) -> dict[str, Any]:
     if isinstance(record, Sandbox):
         node: dict[str, Any] = {"id": record.id, "kind": "sandbox", "names": [record.name], "hidden": False}
         return node | {"state": record.state.value}
-    return {"id": record.id, "kind": record.kind.value, "names": list(record.names), "hidden": record.is_hidden}
+    return {"id": record.id, "kind": record.kind.value, "names": record.all_names, "hidden": record.is_hidden}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
 from itertools import chain
 from typing import Any
 
@@ -12,19 +12,23 @@ from sandbox_gateway.engine.build_files import BuildFiles
 from sandbox_gateway.engine.builds import Build
 from sandbox_gateway.engine.context import Context
 from sandbox_gateway.engine.durations import measured
-from sandbox_gateway.engine.names import require_valid_name
+from sandbox_gateway.engine.image_steps import needs_programs
+from sandbox_gateway.engine.names import remove_default_tag, require_valid_template_name, split_tag
 from sandbox_gateway.engine.prewarm import PrewarmPool
 from sandbox_gateway.engine.record_changes import save_snapshot
 from sandbox_gateway.engine.snapshots import Snapshots
 from sandbox_gateway.engine.template_builder import TemplateBuilder
-from sandbox_gateway.errors import Conflict, GatewayError, NameTaken, NotFound
+from sandbox_gateway.errors import Conflict, GatewayError, Invalid, NameTaken, NotFound
+from sandbox_gateway.image_references import RegistryLogin
 from sandbox_gateway.log import Logger
-from sandbox_gateway.recipes import Recipe
-from sandbox_gateway.records import Resources, Snapshot, SnapshotKind, new_id, now
+from sandbox_gateway.recipes import Recipe, Source
+from sandbox_gateway.records import DEFAULT_TAG, TAG_SEPARATOR, Resources, Snapshot, SnapshotKind, new_id, now
 from sandbox_gateway.tasks import clean_up, finish_despite_cancellation
 
 log = Logger("templates")
 
+Sizes = Mapping[str, int]
+"""Values for fields of ``Resources``."""
 _MAX_BUILDS = 100
 _UNKNOWN_DIGEST = "unknown"
 """The digest of a source that only a run may read."""
@@ -48,8 +52,8 @@ class Templates:
         self._prewarm = prewarm
         self._build_files = build_files
         self._builds: dict[str, Build] = {}
-        self._announced_builds: dict[str, tuple[Build, Resources]] = {}
-        """By build id: the builds whose recipes have not arrived yet, with the resources of their machines."""
+        self._announced_builds: dict[str, tuple[Build, Sizes]] = {}
+        """By build id: the builds whose recipes have not arrived yet, with the sizes that the request named."""
         self._naming_lock = asyncio.Lock()
         """Held while a name is moved from one template to another."""
         self._build_slots = asyncio.Semaphore(context.config.limits.builds)
@@ -69,15 +73,23 @@ class Templates:
         return self._snapshots.list([SnapshotKind.TEMPLATE])
 
     @measured("template.request")
-    async def build(self, name: str, recipe: Recipe, description: str = "", prewarm: int | None = None) -> Build:
+    async def build(
+        self,
+        name: str,
+        recipe: Recipe,
+        description: str = "",
+        prewarm: int | None = None,
+        login: RegistryLogin | None = None,
+    ) -> Build:
         """Build a template in the background. If a template with this name and recipe exists, return its build.
 
+        ``login``: for the registry of the recipe's image; it is forgotten after the build.
         ``prewarm``: the number of forks to keep ready. None: 0 for a new template, unchanged for an existing one.
         Raises NoSpace if the host has no room for the machine of the build.
         """
-        require_valid_name(name)
+        name = require_valid_template_name(name)
         self._prewarm.check_count(self._context.host.abilities.memory, prewarm or 0)
-        digest_of_source = await self._digest_source(recipe)
+        digest_of_source = await self._digest_source(recipe, login)
         digest = recipe.compute_digest(await self.compute_guest_digest(), digest_of_source)
         if self._find_running_build(name, digest) is None and self._find_template(name, digest) is None:
             # A refused build, unlike one that fails, leaves nothing behind, also in a plan session.
@@ -88,12 +100,12 @@ class Templates:
         if (existing_template := self._find_template(name, digest)) is not None:
             if prewarm is not None:
                 await self._prewarm.set_target(existing_template.id, prewarm)
-            return _create_finished_build(existing_template, name, digest)
+            return _create_finished_build(existing_template, digest)
         self._require_available_name(name)
         self._build_files.require_archives(recipe.setup)
         build = Build(
             template_id=new_id(),
-            name=name,
+            names=[name],
             digest=digest,
             source_digest=digest_of_source,
             recipe=_canonicalize_recipe(recipe),
@@ -101,28 +113,37 @@ class Templates:
             prewarm=prewarm or 0,
         )
         self._add_build(build)
-        self._context.background.start(self._run(build, recipe))
+        self._context.background.start(self._run(build, recipe, login))
         return build
 
-    def announce(self, name: str, resources: Resources) -> Build:
+    def announce(self, names: Sequence[str], sizes: Sizes) -> Build:
         """Return a build that waits for ``start``. Only the newest 100 of them are kept."""
-        require_valid_name(name)
-        self._require_available_name(name)
-        build = Build(template_id=new_id(), name=name, digest="", status="waiting")
-        self._announced_builds[build.build_id] = build, resources
+        names = list(dict.fromkeys(map(require_valid_template_name, names)))
+        for name in names:
+            self._require_available_name(name)
+        build = Build(template_id=new_id(), names=names, digest="", status="waiting")
+        self._announced_builds[build.build_id] = build, sizes
         while len(self._announced_builds) > _MAX_BUILDS:
             del self._announced_builds[next(iter(self._announced_builds))]
         return build
 
     @measured("template.request")
-    async def start(self, template_ref: str, build_id: str, make_recipe: Callable[[Resources], Recipe]) -> Build:
+    async def start(
+        self,
+        template_ref: str,
+        build_id: str,
+        make_recipe: Callable[[Sizes], Recipe],
+        login: RegistryLogin | None = None,
+    ) -> Build:
         """Carry out an announced build, even if the template exists with the same recipe."""
         if self._find_announced_build(template_ref, build_id) is None:
             raise NotFound("build", build_id, parent=template_ref)
-        build, resources = self._announced_builds[build_id]
-        recipe = make_recipe(resources)
+        build, sizes = self._announced_builds[build_id]
+        recipe = self.complete_recipe(make_recipe(sizes), sizes)
+        if recipe.source is Source.TEMPLATE and any(map(needs_programs, (*recipe.setup, recipe.start_command))):
+            self._context.host.read_step_programs()
         self._build_files.require_archives(recipe.setup)
-        digest_of_source = await self._digest_source(recipe)
+        digest_of_source = await self._digest_source(recipe, login)
         digest = recipe.compute_digest(await self.compute_guest_digest(), digest_of_source)
         await self._builder.require_room()
         if self._announced_builds.pop(build_id, None) is None:
@@ -130,28 +151,45 @@ class Templates:
         build.digest, build.source_digest, build.recipe = digest, digest_of_source, _canonicalize_recipe(recipe)
         build.status = "building"
         self._add_build(build)
-        self._context.background.start(self._run(build, recipe))
+        self._context.background.start(self._run(build, recipe, login))
         return build
 
     def _find_announced_build(self, template_ref: str, build_id: str) -> Build | None:
         build, _ = self._announced_builds.get(build_id, (None, None))
-        return build if build and template_ref in (build.template_id, build.name) else None
+        return build if build and _is_template_of(build, template_ref) else None
 
     def require_known_template(self, ref: str) -> None:
         """Raise NotFound if ``ref`` is neither a template nor the template of a build, which may not have started."""
         announced_builds = (build for build, _ in self._announced_builds.values())
-        if not any(ref in (build.template_id, build.name) for build in announced_builds):
+        if not any(_is_template_of(build, ref) for build in announced_builds):
             self.get_build(ref)
+
+    def complete_recipe(self, recipe: Recipe, sizes: Sizes) -> Recipe:
+        """Return a recipe whose machine has the size of the template that it starts from, if it starts from one.
+
+        ``sizes``: the sizes that the request named; they replace those of the template. Raises NotFound, Invalid.
+        """
+        if recipe.source is not Source.TEMPLATE:
+            return recipe
+        template_sizes = self.get(recipe.template).resources
+        resources = Resources(**{**template_sizes.model_dump(), **sizes})
+        if resources.disk_mb < template_sizes.disk_mb:
+            raise Invalid(
+                f"the disk of {resources.disk_mb} MiB is smaller than that of template {recipe.template!r}, which has "
+                f"{template_sizes.disk_mb} MiB: request at least {template_sizes.disk_mb} MiB"
+            )
+        return recipe.model_copy(update={"resources": resources})
 
     async def rebuild(self, ref: str) -> Build:
         """Build a template again from its recipe, or return its build if a new one would not differ from it."""
         template = self.get(ref)
-        if not template.recipe or not template.names:
+        if not template.recipe or not template.all_names:
             raise Conflict(
                 f"template {ref!r} cannot be built again, because it has no name, or was built by a gateway that "
                 "did not store its recipe: build it with a recipe"
             )
-        name = ref if ref in template.names else template.names[0]
+        name = remove_default_tag(ref)
+        name = name if name in template.all_names else template.all_names[0]
         return await self.build(name, Recipe.model_validate(template.recipe), template.description)
 
     async def compute_guest_digest(self) -> str:
@@ -161,12 +199,12 @@ class Templates:
     def get_build(self, template_ref: str, build_id: str = "") -> Build:
         """Return the build ``build_id`` of a template, by default its newest build. ``template_ref``: an id or name."""
         for build in reversed(self._builds.values()):
-            if template_ref in (build.template_id, build.name) and build_id in ("", build.build_id):
+            if _is_template_of(build, template_ref) and build_id in ("", build.build_id):
                 return build
         if (announced_build := self._find_announced_build(template_ref, build_id)) is not None:
             return announced_build
         template = self.get(template_ref)
-        build = _create_finished_build(template, template_ref, template.recipe_digest)
+        build = _create_finished_build(template, template.recipe_digest)
         if build_id not in ("", build.build_id):
             message = f"build {build_id!r} of template {template.id!r} not found"
             raise NotFound("build", build_id, message=message, parent=template.id)
@@ -176,35 +214,103 @@ class Templates:
         return [build for build in self._builds.values() if build.status != "ready"]
 
     @measured("template.alias")
-    async def set_alias(self, template_ref: str, alias: str) -> Snapshot:
-        """Give a template a name. If another template has the name, that template loses it.
+    async def add_names(self, template_ref: str, names: Sequence[str]) -> Snapshot:
+        """Give a template names, each NAME or NAME:TAG. If another template has one of the names, it loses that name.
 
-        Raises NameTaken if an object of another kind has the name.
+        Raises NameTaken if an object of another kind has one of the names.
         """
-        require_valid_name(alias)
+        names = list(dict.fromkeys(map(require_valid_template_name, names)))
         async with self._naming_lock:
             template = self.get(template_ref)
-            if alias in template.names:
+            new_names = [name for name in names if name not in template.all_names]
+            for name in new_names:
+                self._require_available_name(name)
+            if not new_names:
                 return template
-            self._require_available_name(alias)
-            return await finish_despite_cancellation(self._set_alias(template, alias))
+            return await finish_despite_cancellation(self._move_names(template, new_names))
 
-    async def _set_alias(self, template: Snapshot, alias: str) -> Snapshot:
-        previous_owners = [each for each in self.list() if alias in each.names]
-        with self._index.reserved([alias], releasing_ids={each.id for each in previous_owners}):
-            for each in previous_owners:
-                await self._set_names(each, [name for name in each.names if name != alias])
+    async def _move_names(self, template: Snapshot, names: Sequence[str]) -> Snapshot:
+        previous_owners = [each for each in self.list() if not {*names}.isdisjoint(each.all_names)]
+        with self._index.reserved(names, releasing_ids={each.id for each in previous_owners}):
             try:
-                renamed_template = await self._set_names(template, [*template.names, alias])
+                for each in previous_owners:
+                    await self._set_names(each, [name for name in each.all_names if name not in names])
+                renamed_template = await self._set_names(template, [*template.all_names, *names])
             except BaseException:
-                await clean_up(log, *(self._set_names(each, each.names) for each in previous_owners))
+                await clean_up(log, *(self._set_names(each, each.all_names) for each in previous_owners))
                 raise
-        await clean_up(log, *(self._remove(each.id) for each in previous_owners if each.names == [alias]))
+        await clean_up(log, *(self._remove(each.id) for each in previous_owners if {*each.all_names} <= {*names}))
         return renamed_template
 
-    async def _digest_source(self, recipe: Recipe) -> str:
+    def list_tagged_names(self, ref: str) -> Sequence[tuple[str, Snapshot]]:
+        """Return a template's name with each of its tags, as NAME or NAME:TAG, and the template that has it.
+
+        ``ref``: a name, whose tag is ignored, or the id of a template that has only one name. Raises NotFound, Invalid.
+        """
+        return self._list_tagged_names(self._find_base_name(ref))
+
+    async def assign_tags(self, ref: str, tags: Sequence[str]) -> Snapshot:
+        """Give a template tags of its name. The templates that have these tags lose them. Raises NotFound, Invalid.
+
+        ``ref``: NAME or NAME:TAG, or the id of a template that has only one name.
+        """
+        template = self.get(ref)
+        base_name = self._find_base_name(ref)
+        return await self.add_names(template.id, [f"{base_name}{TAG_SEPARATOR}{tag}" for tag in tags])
+
+    @measured("template.alias")
+    async def remove_tags(self, ref: str, tags: Sequence[str]) -> None:
+        """Remove tags of a template's name. A template that has no other name is removed with its last user.
+
+        ``ref``: a name, or the id of a template that has only one name. Raises NotFound for the tags that the name does
+        not have, and Invalid for the tag "default".
+        """
+        if TAG_SEPARATOR in ref:
+            raise Invalid(f"the name {ref!r} must not contain a tag: list the tags in the field tags")
+        if DEFAULT_TAG in tags:
+            raise Invalid(
+                f"the tag {DEFAULT_TAG!r} cannot be removed, because it is the name without a tag: delete the template "
+                "instead, or give the tag to another build"
+            )
+        async with self._naming_lock:
+            base_name = self._find_base_name(ref)
+            names = {f"{base_name}{TAG_SEPARATOR}{tag}" for tag in tags}
+            for name in names:
+                self.get(name)
+            await finish_despite_cancellation(self._remove_names(names))
+
+    async def _remove_names(self, names: Set[str]) -> None:
+        for template in [each for each in self.list() if not names.isdisjoint(each.all_names)]:
+            if remaining_names := [name for name in template.all_names if name not in names]:
+                await self._set_names(template, remaining_names)
+            else:
+                await self._remove(template.id)
+
+    def _find_base_name(self, ref: str) -> str:
+        """Return the name in NAME:TAG. If ``ref`` is an id, return the template's name. Raises NotFound, Invalid."""
+        base_name, _ = split_tag(ref)
+        if self._list_tagged_names(base_name):
+            return base_name
+        template = self.get(ref)
+        base_names = sorted({split_tag(name)[0] for name in template.all_names})
+        if len(base_names) != 1:
+            names_text = ", ".join(base_names) or "none"
+            raise Invalid(f"tags belong to a name, and the names of template {ref!r} are: {names_text}. Send a name")
+        return base_names[0]
+
+    def _list_tagged_names(self, base_name: str) -> Sequence[tuple[str, Snapshot]]:
+        return [
+            (name, template)
+            for template in self.list()
+            for name in template.all_names
+            if split_tag(name)[0] == base_name
+        ]
+
+    async def _digest_source(self, recipe: Recipe, login: RegistryLogin | None) -> str:
         """Return the digest of the recipe's source. If it must not be read, return the digest of its last build."""
-        digest = await self._context.host.source_digest(recipe)
+        if recipe.source is Source.TEMPLATE:
+            return self.get(recipe.template).id
+        digest = await self._context.host.source_digest(recipe, login)
         if digest is not None:
             return digest
         builds = ((build.recipe, build.source_digest) for build in reversed(self._builds.values()))
@@ -234,21 +340,29 @@ class Templates:
             await self._snapshots.delete(id, when_unused=True)
 
     async def _set_names(self, template: Snapshot, names: Sequence[str]) -> Snapshot:
-        return await save_snapshot(self._context, template.id, names=[*names], updated_at=now())
+        time = now()
+        return await save_snapshot(
+            self._context,
+            template.id,
+            names=[name for name in names if TAG_SEPARATOR not in name],
+            tagged_names=[name for name in names if TAG_SEPARATOR in name],
+            named_at={name: template.named_at.get(name, time) for name in names},
+            updated_at=time,
+        )
 
     def _find_running_build(self, name: str, digest: str) -> Build | None:
         return next(
             (
                 build
                 for build in self._builds.values()
-                if build.status == "building" and (build.name, build.digest) == (name, digest)
+                if build.status == "building" and build.names == [name] and build.digest == digest
             ),
             None,
         )
 
     def _find_template(self, name: str, digest: str) -> Snapshot | None:
         return next(
-            (template for template in self.list() if template.recipe_digest == digest and name in template.names),
+            (template for template in self.list() if template.recipe_digest == digest and name in template.all_names),
             None,
         )
 
@@ -259,23 +373,23 @@ class Templates:
             del self._builds[each.build_id]
 
     @measured("template.build")
-    async def _build(self, build: Build, recipe: Recipe) -> None:
+    async def _build(self, build: Build, recipe: Recipe, login: RegistryLogin | None) -> None:
         """Build a template and name it. On failure, the template is removed."""
         try:
-            template = await self._builder.build(build, recipe)
+            template = await self._builder.build(build, recipe, login)
             if build.prewarm:
                 await self._prewarm.set_target(template.id, build.prewarm)
-            await self.set_alias(template.id, build.name)
+            await self.add_names(template.id, build.names)
         except BaseException:
             await clean_up(log, self._remove(build.template_id))
             raise
 
-    async def _run(self, build: Build, recipe: Recipe) -> None:
+    async def _run(self, build: Build, recipe: Recipe, login: RegistryLogin | None = None) -> None:
         publish = self._context.events.publish
-        publish("template.building", templateID=build.template_id, buildID=build.build_id, name=build.name)
+        publish("template.building", templateID=build.template_id, buildID=build.build_id, name=build.names[0])
         try:
             async with self._build_slots:
-                await self._build(build, recipe)
+                await self._build(build, recipe, login)
         except GatewayError as error:
             for line in f"failed: {error.message}".split("\n"):
                 build.log(line)
@@ -292,8 +406,13 @@ class Templates:
         publish("template.built", templateID=build.template_id, buildID=build.build_id, status=build.status)
 
 
-def _create_finished_build(template: Snapshot, name: str, digest: str) -> Build:
-    build = Build(template_id=template.id, name=name, digest=digest, build_id=template.id)
+def _is_template_of(build: Build, ref: str) -> bool:
+    """Return whether ``ref`` is the id, or one of the names, of the template that a build creates."""
+    return ref == build.template_id or remove_default_tag(ref) in build.names
+
+
+def _create_finished_build(template: Snapshot, digest: str) -> Build:
+    build = Build(template_id=template.id, names=template.all_names, digest=digest)
     build.end("ready")
     return build
 

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Protocol
 
+from sandbox_gateway.image_references import RegistryLogin
 from sandbox_gateway.recipes import Recipe
 from sandbox_gateway.records import Mount, NetworkPolicy, Sandbox, Snapshot, Volume, VolumeSnapshot
 
@@ -268,18 +269,27 @@ class Host(Protocol):
     def check_recipe(self, recipe: Recipe) -> None:
         """Raise Unsupported if the recipe is known to be for another kind of host. The call reads no files."""
 
-    async def source_digest(self, recipe: Recipe) -> str | None:
+    async def source_digest(self, recipe: Recipe, login: RegistryLogin | None = None) -> str | None:
         """Return a digest of the directory, tarball or image that ``recipe`` names; "" if it names none.
 
+        ``login``: for the image's registry. None: the host's own credentials.
         Returns None if the caller is not allowed to make the host read it. Raises Invalid if it cannot be read, and
         Unsupported if this host cannot build templates from it.
         """
 
-    async def build_base(self, base: Snapshot, recipe: Recipe, source_digest: str, log: Log) -> str:
+    async def build_base(
+        self, base: Snapshot, recipe: Recipe, source_digest: str, log: Log, login: RegistryLogin | None = None
+    ) -> str:
         """Create a file system from ``recipe`` and commit it as the snapshot ``base``, which has no memory.
 
-        ``source_digest``: the result of ``source_digest`` when the build was requested. Returns the start command that
-        the recipe's image declares; "" if there is none.
+        ``source_digest``: the result of ``source_digest`` with ``login`` when the build was requested. Returns the
+        start command that the recipe's image declares; "" if there is none.
+        """
+
+    def read_step_programs(self) -> Mapping[str, str]:
+        """Return the programs that run the build steps of E2B's client in a template, by their paths there.
+
+        They are for templates that were not built from an image. Raises Unsupported if this host cannot run steps.
         """
 
     async def fork(self, snapshot: Snapshot, sandbox: Sandbox, *, with_memory: bool, hold: bool = False) -> None:

@@ -12,6 +12,7 @@ from pydantic import (
     BeforeValidator,
     ConfigDict,
     Field,
+    SecretStr,
     ValidationError,
     field_validator,
     model_validator,
@@ -24,8 +25,17 @@ from sandbox_gateway.engine.image_steps import compile_steps
 from sandbox_gateway.engine.spec import ForkSpec, MountSpec
 from sandbox_gateway.errors import Invalid
 from sandbox_gateway.image_references import MAX_LENGTH as MAX_IMAGE_LENGTH
+from sandbox_gateway.image_references import RegistryLogin, Transport, parse_image_reference
 from sandbox_gateway.recipes import Recipe, Source
-from sandbox_gateway.records import Name, NetworkPolicy, OnTimeout, Resources
+from sandbox_gateway.records import (
+    TAG_SEPARATOR,
+    Name,
+    NetworkPolicy,
+    OnTimeout,
+    Resources,
+    Tag,
+    TemplateName,
+)
 from sandbox_gateway.validation import explain
 
 MAX_MOUNTS = 64
@@ -470,10 +480,48 @@ def _require_alias(value: object) -> object:
     return value
 
 
-_CREDENTIALS_REFUSAL = Refusal(
-    "because recipes are stored and shown without secrets: let an administrator set kvm_xfs.registry_auth_file in the "
-    "gateway's configuration, and leave it out"
+_AWS_REFUSAL = Refusal(
+    "because the gateway cannot request passwords from AWS: use from_image with the user name AWS and the output of "
+    "`aws ecr get-login-password` as the password"
 )
+_GOOGLE_USER = "_json_key"
+"""The user name with which Google's registries expect the key of a service account as the password."""
+_Username = Annotated[str, Field(min_length=1, max_length=255, pattern=r"^[^:\x00-\x1f\x7f]+$")]
+_Password = Annotated[SecretStr, Field(min_length=1, max_length=64 << 10)]
+
+
+class ImageRegistry(NativeBody):
+    """How to log in to an image's registry. Used for one build, and not stored."""
+
+    refused_fields: ClassVar[Mapping[str, Refusal]] = dict.fromkeys(
+        ("awsAccessKeyId", "awsSecretAccessKey", "awsRegion"), _AWS_REFUSAL
+    )
+
+    type: Literal["registry", "gcp"]
+    username: _Username | None = None
+    password: _Password | None = None
+    service_account_json: _Password | None = None
+
+    def build_login(self, image: str) -> RegistryLogin:
+        """Return the login. Raises Invalid if it is incomplete, or if ``image`` is not in a registry."""
+        if self.type == "gcp":
+            return _build_login(image, _GOOGLE_USER, self.service_account_json)
+        return _build_login(image, self.username, self.password)
+
+
+def _build_login(image: str, username: str | None, password: SecretStr | None) -> RegistryLogin:
+    if not username or password is None:
+        raise Invalid("the login to the image's registry is incomplete: send both a user name and a password")
+    try:
+        is_remote = parse_image_reference(image).transport is Transport.REGISTRY
+    except ValueError as error:
+        raise Invalid(str(error)) from None
+    if not is_remote:
+        raise Invalid(f"the image {image!r} is not in a registry: send no user name and password")
+    return RegistryLogin(username, password.get_secret_value())
+
+
+Tags = Annotated[list[Tag], Field(max_length=100)]
 
 
 class AnnounceTemplate(NativeBody):
@@ -481,17 +529,23 @@ class AnnounceTemplate(NativeBody):
 
     ignored_fields: ClassVar[Mapping[str, str]] = {"alias": "an older name for `name`", "teamID": "there are no teams"}
     refused_fields: ClassVar[Mapping[str, Refusal]] = {
-        "tags": Refusal("because templates have names, but no tags: leave it out"),
         "minFreeDiskMb": Refusal("because a template built from an image has a disk of 4096 MiB: leave it out"),
     }
 
-    name: Name
+    name: TemplateName
+    tags: Tags = Field(default_factory=list)
     cpus: int | None = Field(None, alias="cpuCount", strict=True, ge=1, le=256)
     memory_mb: int | None = Field(None, strict=True, ge=64, le=1 << 20)
 
-    def build_resources(self) -> Resources:
-        sizes = self.model_dump(include={"cpus", "memory_mb"}, exclude_none=True)
-        return Resources(**sizes, disk_mb=IMAGE_BUILD_DISK_MB)
+    def build_names(self) -> list[str]:
+        """Return NAME:TAG for each tag in `name` and `tags`, or NAME if there is none."""
+        base_name, _, tag = self.name.partition(TAG_SEPARATOR)
+        tags = [*([tag] if tag else []), *self.tags]
+        return [f"{base_name}{TAG_SEPARATOR}{each}" for each in tags] or [base_name]
+
+    def build_sizes(self) -> dict[str, int]:
+        """Return the sizes in the request, as fields of ``Resources``."""
+        return self.model_dump(include={"cpus", "memory_mb"}, exclude_none=True)
 
 
 class ImageStep(NativeBody):
@@ -504,30 +558,46 @@ class ImageStep(NativeBody):
 
 class BuildFromImage(NativeBody):
     ignored_fields: ClassVar[Mapping[str, str]] = {"force": "no step is cached"}
-    refused_fields: ClassVar[Mapping[str, Refusal]] = {
-        "fromTemplate": Refusal(
-            "because builds start from images: start from a sandbox of the template, and capture it"
-        ),
-        "fromImageRegistry": _CREDENTIALS_REFUSAL,
-    }
 
-    from_image: str = Field(min_length=1, max_length=MAX_IMAGE_LENGTH)
+    from_image: str = Field("", max_length=MAX_IMAGE_LENGTH)
+    from_template: str = Field("", max_length=MAX_REF_LENGTH)
+    from_image_registry: ImageRegistry | None = None
     steps: list[ImageStep] = Field(default_factory=list, max_length=1000)
     start_cmd: str = Field("", max_length=MAX_COMMAND_LENGTH)
     ready_cmd: str = Field("", max_length=MAX_COMMAND_LENGTH)
 
-    def build_recipe(self, resources: Resources) -> Recipe:
-        """Return the recipe. As in E2B, the image's own entry point is not started. Raises Invalid, Unsupported."""
+    def build_login(self) -> RegistryLogin | None:
+        """Return the login to the image's registry, if the request contains one. Raises Invalid."""
+        return self.from_image_registry.build_login(self.from_image) if self.from_image_registry else None
+
+    @model_validator(mode="after")
+    def _check_source(self) -> BuildFromImage:
+        if bool(self.from_image) == bool(self.from_template):
+            raise ValueError("a build starts from an image or from a template: send either fromImage or fromTemplate")
+        if self.from_image_registry and not self.from_image:
+            raise ValueError("fromImageRegistry is for an image: remove it, or send fromImage")
+        return self
+
+    def build_recipe(self, sizes: Mapping[str, int]) -> Recipe:
+        """Return the recipe. Raises Invalid, Unsupported.
+
+        As in E2B, the image's own entry point is not started, but the start command of a template is.
+        """
         steps = compile_steps(((step.type, step.args, step.files_hash) for step in self.steps), MAX_SETUP_BYTES)
         try:
             return Recipe(
-                source=Source.IMAGE,
+                source=Source.IMAGE if self.from_image else Source.TEMPLATE,
                 image=self.from_image,
+                template=self.from_template,
                 setup=steps.commands,
-                start_command=steps.build_command(self.start_cmd) if self.start_cmd else "true",
+                start_command=steps.build_command(self.start_cmd)
+                if self.start_cmd
+                else "true"
+                if self.from_image
+                else "",
                 ready_probe=steps.build_command(self.ready_cmd) if self.ready_cmd else "",
                 ready_timeout=_IMAGE_READY_SECONDS,
-                resources=resources,
+                resources=Resources(**{"disk_mb": IMAGE_BUILD_DISK_MB, **sizes}),
             )
         except ValidationError as error:
             raise Invalid(explain(error)) from None
@@ -540,7 +610,17 @@ class RebuildTemplate(NativeBody):
 
 
 class SetAlias(NativeBody):
-    alias: Annotated[Name, BeforeValidator(_require_alias)]
+    alias: Annotated[TemplateName, BeforeValidator(_require_alias)]
+
+
+class AssignTags(NativeBody):
+    target: AnyRef = Field(description="NAME or NAME:TAG: the build that gets the tags.")
+    tags: Tags = Field(min_length=1)
+
+
+class RemoveTags(NativeBody):
+    name: AnyRef = Field(description="A template's name, without a tag.")
+    tags: Tags = Field(min_length=1)
 
 
 _COMMAND_REFUSAL = Refusal(
@@ -551,10 +631,12 @@ _TEMPLATE_NETWORK_REFUSAL = Refusal(
 )
 
 
+_NON_RECIPE_FIELDS = ("name", "description", "prewarm", "registry_username", "registry_password")
+
+
 class CreateTemplate(Sizes):
     refused_fields: ClassVar[Mapping[str, Refusal]] = {
         **dict.fromkeys(("args", "command"), _COMMAND_REFUSAL),
-        **dict.fromkeys(("registryUsername", "registryPassword"), _CREDENTIALS_REFUSAL),
         **dict.fromkeys(("allowOut", "denyOut", "dns", "networkType"), _TEMPLATE_NETWORK_REFUSAL),
         "allowInternetAccess": Refusal(_TEMPLATE_NETWORK_REFUSAL.reason, accepted_values=(True,)),
         "exposedPorts": Refusal("because every port of a sandbox is reachable through the gateway: leave it out"),
@@ -568,19 +650,24 @@ class CreateTemplate(Sizes):
         "enableIvshmem": Refusal("because sandboxes do not share memory with the host: leave it out"),
     }
 
-    name: Name
+    name: TemplateName
     memory_mb: int | None = Field(
         None, alias="memoryMB", validation_alias=AliasChoices("memoryMB", "memory"), strict=True, ge=64, le=1 << 20
     )
     cpu: int | None = Field(
         None, strict=True, ge=1000, le=256_000, description="The same as `cpuCount`, in thousandths of a CPU."
     )
-    source: Source | None = Field(None, alias="from", description="Absent: `image` with an image, else `debootstrap`.")
+    source: Source | None = Field(
+        None, alias="from", description="Absent: `image` with an image, `template` with a template, else `debootstrap`."
+    )
     suite: str | None = Field(None, max_length=64)
     mirror: str | None = Field(None, max_length=4096)
     packages: list[str] | None = Field(None, max_length=2000)
     path: str | None = Field(None, max_length=4096)
     image: str | None = Field(None, max_length=MAX_IMAGE_LENGTH)
+    registry_username: _Username | None = Field(None, description="For the image's registry. Not stored.")
+    registry_password: _Password | None = None
+    template: str | None = Field(None, max_length=MAX_REF_LENGTH)
     setup: Setup | None = None
     start_command: str | None = Field(None, max_length=MAX_COMMAND_LENGTH)
     ready_probe: str | None = Field(None, max_length=MAX_COMMAND_LENGTH)
@@ -602,16 +689,29 @@ class CreateTemplate(Sizes):
             )
         return cpus
 
-    def build_recipe(self) -> Recipe:
-        """Return the recipe, with defaults for missing fields. Raises Invalid."""
-        sizes = self.model_dump(include={"cpus", "memory_mb", "disk_mb"}, exclude_none=True)
+    def build_sizes(self) -> dict[str, int]:
+        """Return the sizes in the request, as fields of ``Resources``. Raises Invalid."""
+        sizes: dict[str, int] = self.model_dump(include={"cpus", "memory_mb", "disk_mb"}, exclude_none=True)
         if self.cpu is not None:
             sizes["cpus"] = self._convert_to_whole_cpus(self.cpu)
+        return sizes
+
+    def build_login(self) -> RegistryLogin | None:
+        """Return the login to the image's registry, if the request contains one. Raises Invalid."""
+        if self.registry_username is None and self.registry_password is None:
+            return None
+        return _build_login(self.image or "", self.registry_username, self.registry_password)
+
+    def build_recipe(self) -> Recipe:
+        """Return the recipe, with defaults for missing fields. Raises Invalid."""
+        sizes = self.build_sizes()
         recipe_fields = self.model_dump(
-            exclude={"name", "description", "prewarm", "cpus", "cpu", "memory_mb", "disk_mb"}, exclude_none=True
+            exclude={*_NON_RECIPE_FIELDS, "cpus", "cpu", "memory_mb", "disk_mb"}, exclude_none=True
         )
         if self.source is None and self.image:
             recipe_fields["source"] = Source.IMAGE
+        elif self.source is None and self.template:
+            recipe_fields["source"] = Source.TEMPLATE
         try:
             return Recipe(**recipe_fields, resources=Resources(**sizes))
         except ValidationError as error:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field
 
 from sandbox_gateway.api.native.naming import to_json_name
+from sandbox_gateway.engine.names import create_build_id, split_tag
 from sandbox_gateway.engine.own_changes import count_own_changes, get_generation_without_own_changes
 from sandbox_gateway.errors import GatewayError
 from sandbox_gateway.recipes import Recipe
@@ -258,8 +259,22 @@ class BuildAnnounced(Shape):
     build_id: str
     names: list[str]
     aliases: list[str]
-    tags: list[str] = []
+    tags: list[str]
     public: bool = False
+
+
+class TagShape(Shape):
+    """A tag of a template's name, and the build that the name with this tag stands for."""
+
+    tag: str
+    build_id: str
+    template_id: str
+    created_at: datetime = Field(description="When the build got the tag.")
+
+
+class AssignedTagsShape(Shape):
+    tags: list[str]
+    build_id: str
 
 
 class FileUpload(Shape):
@@ -546,7 +561,7 @@ def describe_snapshot(
     return SnapshotShape(
         snapshot_id=snapshot.id,
         kind="template" if snapshot.kind is SnapshotKind.TEMPLATE else "snapshot",
-        names=snapshot.names,
+        names=snapshot.all_names,
         description=snapshot.description,
         status=snapshot.status.value,
         source_sandbox_id=snapshot.source_sandbox,
@@ -621,8 +636,8 @@ def describe_template(
     sizes = template.resources
     return TemplateShape(
         template_id=template.id,
-        names=template.names,
-        aliases=template.names,
+        names=template.all_names,
+        aliases=template.all_names,
         build_id=build_id,
         build_status="ready",
         status="READY",
@@ -647,8 +662,8 @@ def describe_unready_template(build: Build) -> TemplateShape:
     """Describe a template that is being built or whose build has failed."""
     shape = TemplateShape(
         template_id=build.template_id,
-        names=[build.name],
-        aliases=[build.name],
+        names=build.names,
+        aliases=build.names,
         build_id=build.build_id,
         build_status=build.status,
         status="FAILED" if build.status == "error" else "BUILDING",
@@ -676,6 +691,7 @@ def build_recipe_fields(recipe: dict[str, Any]) -> dict[str, Any]:
         "packages": sorted(set(parsed_recipe.packages)),
         "path": parsed_recipe.path,
         "image": parsed_recipe.image,
+        **({"template": parsed_recipe.template} if parsed_recipe.template else {}),
         "setup": parsed_recipe.setup,
         "startCommand": parsed_recipe.start_command,
         "readyProbe": parsed_recipe.ready_probe,
@@ -701,17 +717,32 @@ def describe_build(build: Build, offset: int = 0, limit: int | None = None) -> B
     return shape.model_copy(update={"reason": BuildReasonShape(message=build.reason)}) if build.reason else shape
 
 
+def describe_tag(name: str, template: Snapshot) -> TagShape:
+    """Describe the tag in ``name``, which is NAME or NAME:TAG."""
+    return TagShape(
+        tag=split_tag(name)[1],
+        build_id=create_build_id(template.id),
+        template_id=template.id,
+        created_at=template.named_at.get(name, template.created_at),
+    )
+
+
 def describe_announced_build(build: Build) -> BuildAnnounced:
-    names = [build.name]
-    return BuildAnnounced(template_id=build.template_id, build_id=build.build_id, names=names, aliases=names)
+    return BuildAnnounced(
+        template_id=build.template_id,
+        build_id=build.build_id,
+        names=build.names,
+        aliases=build.names,
+        tags=[split_tag(name)[1] for name in build.names],
+    )
 
 
 def describe_started_build(build: Build) -> BuildStarted:
     return BuildStarted(
         template_id=build.template_id,
         build_id=build.build_id,
-        names=[build.name],
-        aliases=[build.name],
+        names=build.names,
+        aliases=build.names,
         build_status=build.status,
         digest=build.digest,
     )

@@ -19,7 +19,7 @@ from sandbox_gateway.api.paging import Limit, NextToken, paginate_list
 from sandbox_gateway.api.waiting import read_file
 from sandbox_gateway.engine.builds import Build
 from sandbox_gateway.engine.engine import Engine
-from sandbox_gateway.engine.names import require_valid_name
+from sandbox_gateway.engine.names import create_build_id, remove_default_tag, require_valid_template_name
 from sandbox_gateway.engine.templates import is_outdated
 from sandbox_gateway.errors import NotFound, Unsupported
 from sandbox_gateway.records import Snapshot, SnapshotKind
@@ -36,11 +36,26 @@ Digest = Annotated[str, Path(pattern="^[0-9a-f]{64}$", description="The digest t
 )
 async def create(body: requests.CreateTemplate, engine: EngineDep, response: Response) -> shapes.BuildStarted:
     build = await engine.templates.build(
-        body.name, body.build_recipe(), description=body.description, prewarm=body.prewarm
+        body.name,
+        engine.templates.complete_recipe(body.build_recipe(), body.build_sizes()),
+        description=body.description,
+        prewarm=body.prewarm,
+        login=body.build_login(),
     )
     if build.status == "ready":
         response.status_code = 200
     return shapes.describe_started_build(build)
+
+
+@router.post("/templates/tags", status_code=201, summary="Give a template tags of its name (E2B)")
+async def assign_tags(body: requests.AssignTags, engine: EngineDep) -> shapes.AssignedTagsShape:
+    template = await engine.templates.assign_tags(body.target, body.tags)
+    return shapes.AssignedTagsShape(tags=list(dict.fromkeys(body.tags)), build_id=create_build_id(template.id))
+
+
+@router.delete("/templates/tags", status_code=204, summary="Remove tags of a template's name (E2B)")
+async def remove_tags(body: requests.RemoveTags, engine: EngineDep) -> None:
+    await engine.templates.remove_tags(body.name, body.tags)
 
 
 @router.post(
@@ -60,12 +75,13 @@ async def rebuild(
 
 @router.post("/v3/templates", status_code=202, summary="Announce a build, whose steps are sent later (E2B)")
 async def announce(body: requests.AnnounceTemplate, engine: EngineDep) -> shapes.BuildAnnounced:
-    return shapes.describe_announced_build(engine.templates.announce(body.name, body.build_resources()))
+    return shapes.describe_announced_build(engine.templates.announce(body.build_names(), body.build_sizes()))
 
 
 @router.post("/v2/templates/{ref}/builds/{build}", status_code=202, summary="Start an announced build (E2B)")
 async def start(ref: Ref, build: str, body: requests.BuildFromImage, engine: EngineDep) -> shapes.BuildStarted:
-    return shapes.describe_started_build(await engine.templates.start(ref, build, body.build_recipe))
+    started_build = await engine.templates.start(ref, build, body.build_recipe, body.build_login())
+    return shapes.describe_started_build(started_build)
 
 
 @router.get(
@@ -125,6 +141,7 @@ async def list_templates(
             if build.template_id not in ready_ids
         ),
     ]
+    name = remove_default_tag(name)
     matching_templates = [template for template in templates if not name or name in template.names]
     return paginate_list(
         matching_templates, lambda shape: (shape.created_at, shape.template_id), response, limit, next_token
@@ -146,14 +163,18 @@ async def show(ref: Ref, engine: EngineDep) -> shapes.TemplateShape:
 
 @router.get("/templates/aliases/{ref}", summary="Find a template by name")
 async def find_by_alias(ref: Ref, engine: EngineDep) -> shapes.AliasShape:
-    require_valid_name(ref)
-    return shapes.AliasShape(template_id=engine.templates.get(ref).id, public=False)
+    return shapes.AliasShape(template_id=engine.templates.get(require_valid_template_name(ref)).id, public=False)
 
 
 @router.put("/templates/{ref}/alias", response_model_exclude_unset=True, summary="Give a template an additional name")
 async def set_alias(ref: Ref, body: requests.SetAlias, engine: EngineDep) -> shapes.TemplateShape:
     guest_digest = await engine.templates.compute_guest_digest()
-    return _describe_ready_template(engine, await engine.templates.set_alias(ref, body.alias), guest_digest)
+    return _describe_ready_template(engine, await engine.templates.add_names(ref, [body.alias]), guest_digest)
+
+
+@router.get("/templates/{ref}/tags", summary="List the tags of a template's name (E2B)")
+async def list_tags(ref: Ref, engine: EngineDep) -> list[shapes.TagShape]:
+    return [shapes.describe_tag(name, template) for name, template in engine.templates.list_tagged_names(ref)]
 
 
 @router.get(

@@ -162,7 +162,7 @@ class View:
 
     def _find_alias(self, template_id: str) -> str | None:
         try:
-            names = self.engine.templates.get(template_id).names if template_id else []
+            names = self.engine.templates.get(template_id).all_names if template_id else []
         except NotFound:
             return None
         return names[0] if names else None

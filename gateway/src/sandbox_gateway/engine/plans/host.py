@@ -27,6 +27,7 @@ from sandbox_gateway.hosts.base import (
     Usage,
     VolumeState,
 )
+from sandbox_gateway.image_references import RegistryLogin
 from sandbox_gateway.recipes import Recipe
 from sandbox_gateway.records import MemoryMode, Mount, NetworkPolicy, Sandbox, Snapshot, Volume, VolumeSnapshot
 
@@ -171,15 +172,20 @@ class PlannedHost:
     def check_recipe(self, recipe: Recipe) -> None:
         self._real_host.check_recipe(recipe)
 
-    async def source_digest(self, recipe: Recipe) -> str | None:
+    async def source_digest(self, recipe: Recipe, login: RegistryLogin | None = None) -> str | None:
         """Let the real host compute the digest, but only for administrators. It reads files, or queries a registry."""
         if may_read_sources.get() or not (recipe.path or recipe.image):
-            return await self._real_host.source_digest(recipe)
+            return await self._real_host.source_digest(recipe, login)
         self._real_host.check_recipe(recipe)
         return None
 
-    async def build_base(self, base: Snapshot, recipe: Recipe, source_digest: str, log: Log) -> str:
+    async def build_base(
+        self, base: Snapshot, recipe: Recipe, source_digest: str, log: Log, login: RegistryLogin | None = None
+    ) -> str:
         return ""
+
+    def read_step_programs(self) -> Mapping[str, str]:
+        return self._real_host.read_step_programs()
 
     async def capture(
         self, sandbox: Sandbox, snapshot: Snapshot, *, memory: bool, volumes: Sequence[VolumeSnapshot] = ()

@@ -59,6 +59,7 @@ from sandbox_gateway.hosts.jail_zfs.volumes import JailVolumes
 from sandbox_gateway.hosts.jail_zfs.watcher import JailWatcher
 from sandbox_gateway.hosts.state_root import create_state_root
 from sandbox_gateway.hosts.threads import run_in_thread
+from sandbox_gateway.image_references import RegistryLogin
 from sandbox_gateway.log import Logger
 from sandbox_gateway.recipes import Recipe, Source, source_digest
 from sandbox_gateway.records import MemoryMode, Mount, NetworkPolicy, Sandbox, Snapshot, Volume, VolumeSnapshot
@@ -187,11 +188,13 @@ class JailZfsHost:
         if recipe.source is Source.IMAGE:
             rootfs.check_recipe(recipe)
 
-    async def source_digest(self, recipe: Recipe) -> str:
+    async def source_digest(self, recipe: Recipe, login: RegistryLogin | None = None) -> str:
         self.check_recipe(recipe)
         return await run_in_thread(source_digest, recipe)
 
-    async def build_base(self, base: Snapshot, recipe: Recipe, source_digest: str, log: Log) -> str:
+    async def build_base(
+        self, base: Snapshot, recipe: Recipe, source_digest: str, log: Log, login: RegistryLogin | None = None
+    ) -> str:
         rootfs.check_recipe(recipe)
         loop = asyncio.get_running_loop()
         builds: list[Future[None]] = []
@@ -210,6 +213,12 @@ class JailZfsHost:
             raise
         self._disks.add_snapshot(base)
         return ""
+
+    def read_step_programs(self) -> Mapping[str, str]:
+        raise Unsupported(
+            "a jail host cannot run the steps of E2B's client: build the template with POST /templates, with "
+            "'from: template' and the commands in 'setup'"
+        )
 
     async def fork(self, snapshot: Snapshot, sandbox: Sandbox, *, with_memory: bool, hold: bool = False) -> None:
         if with_memory or hold:

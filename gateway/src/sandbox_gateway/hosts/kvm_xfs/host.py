@@ -52,12 +52,13 @@ from sandbox_gateway.hosts.kvm_xfs.recovery import KvmRecovery
 from sandbox_gateway.hosts.kvm_xfs.template import guest_files
 from sandbox_gateway.hosts.kvm_xfs.template.build import build_rootfs
 from sandbox_gateway.hosts.kvm_xfs.template.image.registry import resolve_digest
+from sandbox_gateway.hosts.kvm_xfs.template.image.runtime import read_step_programs
 from sandbox_gateway.hosts.kvm_xfs.volumes.kvm_volumes import KvmVolumes
 from sandbox_gateway.hosts.kvm_xfs.volumes.server_pool import ServerPool
 from sandbox_gateway.hosts.network_policy import find_name_servers
 from sandbox_gateway.hosts.os_errors import translated_os_errors
 from sandbox_gateway.hosts.state_root import create_state_root
-from sandbox_gateway.image_references import parse_image_reference
+from sandbox_gateway.image_references import RegistryLogin, parse_image_reference
 from sandbox_gateway.log import Logger
 from sandbox_gateway.recipes import Recipe, Source, source_digest
 from sandbox_gateway.records import (
@@ -178,12 +179,14 @@ class KvmXfsHost:
     def check_recipe(self, recipe: Recipe) -> None:
         pass
 
-    async def source_digest(self, recipe: Recipe) -> str:
+    async def source_digest(self, recipe: Recipe, login: RegistryLogin | None = None) -> str:
         if recipe.source is Source.IMAGE:
-            return await resolve_digest(parse_image_reference(recipe.image), self._config.kvm_xfs)
+            return await resolve_digest(parse_image_reference(recipe.image), self._config.kvm_xfs, login)
         return await asyncio.to_thread(source_digest, recipe)
 
-    async def build_base(self, base: Snapshot, recipe: Recipe, source_digest: str, log: Log) -> str:
+    async def build_base(
+        self, base: Snapshot, recipe: Recipe, source_digest: str, log: Log, login: RegistryLogin | None = None
+    ) -> str:
         partial = self._snapshots.partial_files(base)
         partial.directory.mkdir(mode=0o700)
         try:
@@ -196,6 +199,7 @@ class KvmXfsHost:
                 log=log,
                 settings=self._config.kvm_xfs,
                 image_digest=source_digest,
+                login=login,
             )
             await finish_despite_cancellation(asyncio.to_thread(self._snapshots.commit, base))
         except BaseException:
@@ -203,6 +207,9 @@ class KvmXfsHost:
             raise
         self._machines.platform = await self._probe(self._snapshots.files(base).kernel)
         return start_command
+
+    def read_step_programs(self) -> Mapping[str, str]:
+        return read_step_programs()
 
     async def capture(
         self, sandbox: Sandbox, snapshot: Snapshot, *, memory: bool, volumes: Sequence[VolumeSnapshot] = ()

@@ -34,6 +34,7 @@ from sandbox_gateway.hosts.rootfs_common import (
     run_logged,
     to_gateway_error,
 )
+from sandbox_gateway.image_references import RegistryLogin
 from sandbox_gateway.recipes import Recipe, Source
 
 
@@ -47,15 +48,16 @@ async def build_rootfs(
     log: Log,
     settings: KvmXfs | None = None,
     image_digest: str = "",
+    login: RegistryLogin | None = None,
     agent: Path | None = None,
 ) -> str:
     """Build ``image`` (a sparse ext4 image), ``kernel`` and ``initrd`` from ``recipe``. Requires root.
 
     Returns the start command of the recipe's OCI image; "" if there is none. ``image_digest``: the digest of the OCI
-    image in its registry. ``agent``: directory of the agent's package; default: the agent installed with the gateway.
-    Each file is built in a `.partial-rootfs-*` directory next to ``image`` and then renamed. Raises Invalid if the
-    recipe's tree is unsuitable for a sandbox or does not fit its disk, NoSpace if the host's disk is full, and
-    BackendFailed if a tool fails.
+    image in its registry. ``login``: for this registry. ``agent``: directory of the agent's package; default: the agent
+    installed with the gateway. Each file is built in a `.partial-rootfs-*` directory next to ``image`` and then
+    renamed. Raises Invalid if the recipe's tree is unsuitable for a sandbox or does not fit its disk, NoSpace if the
+    host's disk is full, and BackendFailed if a tool fails.
     """
     agent = agent or find_agent_package()
     work_directory = image.parent / f"{PARTIAL_PREFIX}rootfs-{secrets.token_hex(4)}"
@@ -63,7 +65,7 @@ async def build_rootfs(
     start_command = ""
     try:
         if recipe.source is Source.IMAGE:
-            builder = ImageBuilder(work_directory, cache_root, settings or KvmXfs(), agent, log)
+            builder = ImageBuilder(work_directory, cache_root, settings or KvmXfs(), agent, log, login)
             tree, boot_files, start_command = await builder.build(recipe, image_digest)
         else:
             tree = work_directory / "tree"

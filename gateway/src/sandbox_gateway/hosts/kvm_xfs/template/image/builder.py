@@ -14,18 +14,27 @@ from sandbox_gateway.hosts.kvm_xfs.template.image.registry import copy_image
 from sandbox_gateway.hosts.kvm_xfs.template.image.runtime import START_COMMAND, add_runtime
 from sandbox_gateway.hosts.kvm_xfs.template.image.settings import StartSettings, read_start_settings
 from sandbox_gateway.hosts.rootfs_common import remove_tree
-from sandbox_gateway.image_references import ImageReference, Transport, parse_image_reference
+from sandbox_gateway.image_references import ImageReference, RegistryLogin, Transport, parse_image_reference
 from sandbox_gateway.recipes import Recipe
 from sandbox_gateway.records import Resources
 
 
 class ImageBuilder:
-    def __init__(self, work_directory: Path, cache_root: Path, settings: KvmXfs, agent: Path, log: Log) -> None:
+    def __init__(
+        self,
+        work_directory: Path,
+        cache_root: Path,
+        settings: KvmXfs,
+        agent: Path,
+        log: Log,
+        login: RegistryLogin | None = None,
+    ) -> None:
         self._work_directory = work_directory
         self._cache_root = cache_root
         self._settings = settings
         self._agent = agent
         self._log = log
+        self._login = login
 
     async def build(self, recipe: Recipe, digest: str) -> tuple[Path, tuple[Path, Path], str]:
         """Return the path of the tree, the paths of its kernel and initrd, and its start command (or "").
@@ -49,7 +58,7 @@ class ImageBuilder:
     async def _unpack_image(self, image: ImageReference, disk_mb: int) -> tuple[Path, StartSettings]:
         copy_directory = self._work_directory / "oci"
         copy_directory.mkdir(mode=0o700)
-        copied_image = await copy_image(image, copy_directory, self._settings, disk_mb << 20, self._log)
+        copied_image = await copy_image(image, copy_directory, self._settings, disk_mb << 20, self._log, self._login)
         start_settings = read_start_settings(copied_image.config)
         tree = await unpack_layers(copied_image, copy_directory, disk_mb, self._log)
         # A rename on the same file system; the layers are not needed any more.

@@ -29,12 +29,14 @@ def confine(
     network: bool = False,
     max_file_bytes: int = 0,
     max_memory_bytes: int = 0,
+    stdin_path: str = "",
 ) -> list[str]:
     """Return the command that runs ``argv`` in its own namespaces. It requires bubblewrap.
 
-    ``inputs``: files and directories of the host that the program can read, keyed by the path that it sees. The program
-    inherits the environment, because every user of the host could read variables in the command line. ``run_async``
-    passes only a few variables.
+    ``inputs``: files and directories of the host that the program can read, keyed by the path that it sees.
+    ``stdin_path``: the path at which the program sees what the caller writes to the command's standard input. The file
+    is in memory, and only the program sees it. The program inherits the environment, because every user of the host
+    could read variables in the command line. ``run_async`` passes only a few variables.
     """
     limits = [
         *([f"--fsize={max_file_bytes}"] if max_file_bytes else []),
@@ -50,6 +52,7 @@ def confine(
         *(argument for file in files for argument in ("--ro-bind-try", file, file)),
         *("--bind", str(work_directory), str(WORK), "--chdir", str(WORK)),
         *(argument for target, source in (inputs or {}).items() for argument in ("--ro-bind", str(source), target)),
+        *(("--ro-bind-data", "0", stdin_path) if stdin_path else ()),
         *(argument for key, value in variables.items() for argument in ("--setenv", key, value)),
         *("--cap-drop", "ALL", *(argument for name in capabilities for argument in ("--cap-add", name))),
         *("--", *(("prlimit", *limits, "--") if limits else ()), *argv),

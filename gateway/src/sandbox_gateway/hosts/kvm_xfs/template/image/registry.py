@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import base64
 import hashlib
 import json
 import platform
@@ -20,7 +21,7 @@ from sandbox_gateway.errors import BackendFailed, Invalid, NoSpace
 from sandbox_gateway.hosts.base import Log
 from sandbox_gateway.hosts.kvm_xfs.template.image.confinement import WORK, confine
 from sandbox_gateway.hosts.kvm_xfs.template.image.measuring import measure_file_sizes, run_measured
-from sandbox_gateway.image_references import ImageReference, Transport
+from sandbox_gateway.image_references import ImageReference, RegistryLogin, Transport
 from sandbox_gateway.recipes import digest_file
 
 _INSPECT_TIMEOUT_SECONDS = 60
@@ -65,17 +66,18 @@ class CopiedImage:
     """The layers, from the lowest to the highest."""
 
 
-async def resolve_digest(image: ImageReference, settings: KvmXfs) -> str:
+async def resolve_digest(image: ImageReference, settings: KvmXfs, login: RegistryLogin | None = None) -> str:
     """Return the digest of an image in a registry: of its manifest, or of its list of manifests for several platforms.
 
-    For a layout, return a digest of its index, and for an archive, of the file. Raises Invalid if the registry sends an
-    image whose digest differs from the one in the reference.
+    ``login``: for the registry. None: the credentials in the settings. For a layout, return a digest of its index, and
+    for an archive, of the file. Raises Invalid if the registry sends an image whose digest differs from the one in the
+    reference.
     """
     if image.transport is not Transport.REGISTRY:
         return await asyncio.to_thread(_digest_path, image)
     with tempfile.TemporaryDirectory(prefix="sandbox-image-") as directory:
-        argv = ["inspect", "--raw", *_build_access_options(image, settings, ""), _build_source(image)]
-        output = await _run_skopeo(argv, image, Path(directory), settings, _INSPECT_TIMEOUT_SECONDS)
+        argv = ["inspect", "--raw", *_build_access_options(image, settings, "", login), _build_source(image)]
+        output = await _run_skopeo(argv, image, Path(directory), settings, login, _INSPECT_TIMEOUT_SECONDS)
     # skopeo does not compare the manifest with the digest that the reference names.
     digest = f"sha256:{hashlib.sha256(output).hexdigest()}"
     if image.digest not in ("", digest):
@@ -98,16 +100,21 @@ def _digest_path(image: ImageReference) -> str:
 
 
 async def copy_image(
-    image: ImageReference, work_directory: Path, settings: KvmXfs, max_bytes: int, log: Log
+    image: ImageReference,
+    work_directory: Path,
+    settings: KvmXfs,
+    max_bytes: int,
+    log: Log,
+    login: RegistryLogin | None = None,
 ) -> CopiedImage:
     """Copy an image into the OCI layout `layout` in ``work_directory``.
 
-    Raises Invalid if the image does not exist, is for another platform, or is larger than ``max_bytes`` bytes, or if
-    the registry stops sending.
+    ``login``: for the registry. None: the credentials in the settings. Raises Invalid if the image does not exist, is
+    for another platform, or is larger than ``max_bytes`` bytes, or if the registry stops sending.
     """
     log(f"fetching the image {image}")
     argv = [
-        *("copy", "--quiet", *_build_access_options(image, settings, "src-")),
+        *("copy", "--quiet", *_build_access_options(image, settings, "src-", login)),
         *(_build_source(image), f"oci:{WORK / LAYOUT}:image"),
     ]
     # skopeo unpacks an archive into the directory before it copies the image.
@@ -127,7 +134,8 @@ async def copy_image(
                 "compressed: set diskSizeMB to a larger number"
             )
 
-    await run_measured(_run_skopeo(argv, image, work_directory, settings, _COPY_TIMEOUT_SECONDS), check_size)
+    program = _run_skopeo(argv, image, work_directory, settings, login, _COPY_TIMEOUT_SECONDS)
+    await run_measured(program, check_size)
     return await asyncio.to_thread(read_layout, work_directory, image)
 
 
@@ -215,23 +223,36 @@ def _build_source(image: ImageReference) -> str:
     return f"{image.transport}:{_SOURCE}{':' if image.tag else ''}{image.tag}"
 
 
-def _build_access_options(image: ImageReference, settings: KvmXfs, prefix: str) -> list[str]:
+def _build_access_options(
+    image: ImageReference, settings: KvmXfs, prefix: str, login: RegistryLogin | None
+) -> list[str]:
     if image.transport is not Transport.REGISTRY:
         return []
     use_tls = image.registry not in settings.insecure_registries
     # skopeo reads passwords from a file, because every user of the host can read command lines.
-    authentication = [f"--{prefix}authfile={_AUTH_FILE}"] if settings.registry_auth_file else [f"--{prefix}no-creds"]
-    return [f"--{prefix}tls-verify={'true' if use_tls else 'false'}", *authentication]
+    has_credentials = login is not None or settings.registry_auth_file is not None
+    authentication = f"--{prefix}authfile={_AUTH_FILE}" if has_credentials else f"--{prefix}no-creds"
+    return [f"--{prefix}tls-verify={'true' if use_tls else 'false'}", authentication]
+
+
+def _build_auth_file(image: ImageReference, login: RegistryLogin) -> bytes:
+    token = base64.b64encode(f"{login.username}:{login.password}".encode()).decode()
+    return json.dumps({"auths": {image.registry: {"auth": token}}}).encode()
 
 
 async def _run_skopeo(
-    argv: Sequence[str], image: ImageReference, work_directory: Path, settings: KvmXfs, timeout: float
+    argv: Sequence[str],
+    image: ImageReference,
+    work_directory: Path,
+    settings: KvmXfs,
+    login: RegistryLogin | None,
+    timeout: float,
 ) -> bytes:
     is_remote = image.transport is Transport.REGISTRY
     inputs: dict[str, Path] = {}
     if not is_remote:
         inputs[_SOURCE] = Path(image.path)
-    elif settings.registry_auth_file:
+    elif settings.registry_auth_file and login is None:
         inputs[_AUTH_FILE] = settings.registry_auth_file
     for path in inputs.values():
         if not await asyncio.to_thread(path.exists):
@@ -244,10 +265,12 @@ async def _run_skopeo(
         work_directory,
         inputs=inputs,
         network=is_remote,
+        stdin_path=_AUTH_FILE if is_remote and login else "",
     )
+    input = _build_auth_file(image, login) if is_remote and login else None
     env = read_proxy_settings() if is_remote else {}
     try:
-        result = await run_async_bytes(command, timeout=timeout, env=env, max_output_bytes=_MAX_JSON_BYTES)
+        result = await run_async_bytes(command, timeout=timeout, input=input, env=env, max_output_bytes=_MAX_JSON_BYTES)
     except CommandTimeout:
         if not is_remote:
             raise Invalid(
@@ -284,8 +307,8 @@ _FAILURES = {
     r"no image found in (?:manifest list|image index)": "the image {image} does not exist for this host's platform: "
     "use an image for Linux and this host's architecture",
     r"unauthorized|authentication required|denied|invalid username/password|status code 40[13]": "the registry "
-    "{registry} refuses access to {image}: check the name, and ask an administrator to set kvm_xfs.registry_auth_file "
-    "in the gateway's configuration",
+    "{registry} refuses access to {image}: check the name, and pass a user name and a password, or ask an "
+    "administrator to set kvm_xfs.registry_auth_file in the gateway's configuration",
     r"manifest unknown|name unknown|no descriptor found|not found|no such image|no such file|status code 404": "the "
     "image {image} does not exist: check its name and tag",
     r"more than one image": "{registry} contains several images: append ':' and the name of one of them",

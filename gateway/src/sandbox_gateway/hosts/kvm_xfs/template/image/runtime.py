@@ -26,6 +26,7 @@ START_COMMAND = f"exec {PREFIX}/start"
 _LOADER = f"{PREFIX}/lib/ld.so"
 _PROGRAMS = {"python3": "/usr/bin/python3", "kmod": "/bin/kmod", "ip": "/bin/ip", "resize2fs": "/sbin/resize2fs"}
 """The programs in `/opt/sandbox/bin`, and their paths in the Debian tree."""
+_OWN_PYTHON = "#!/usr/bin/env -S python3 "
 _MOUNT_POINTS = ("/dev", "/proc", "/run", "/sys")
 _PATCH_TIMEOUT_SECONDS = 60
 
@@ -43,6 +44,19 @@ async def add_runtime(tree: Path, debian: Path, agent: Path, settings: StartSett
     await asyncio.to_thread(_copy_modules, source, guest)
     await _copy_programs(source, guest)
     return boot_files
+
+
+def read_step_programs() -> dict[str, str]:
+    """Return the programs that run build steps in a template that was not built from an image, by their paths there.
+
+    They run with the template's own Python.
+    """
+    programs = {name: guest_files.read_text(f"image/{name}.py") for name in ("start", "copy")}
+    shebang = f"#!{AGENT_PYTHON} "
+    return {
+        f"{PREFIX}/start.json": StartSettings().to_json(),
+        **{f"{PREFIX}/{name}": text.replace(shebang, _OWN_PYTHON, 1) for name, text in programs.items()},
+    }
 
 
 def _check_image(guest: Tree) -> None:
