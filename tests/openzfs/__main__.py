@@ -1,8 +1,7 @@
-"""Run tests on OpenZFS in a virtual machine: ``python -m tests.openzfs [STEP…] [-- COMMAND…]``."""
+"""Run tests on OpenZFS in User-Mode Linux: ``python -m tests.openzfs [STEP…] [-- COMMAND…]``."""
 
 from __future__ import annotations
 
-import asyncio
 import json
 import os
 import select
@@ -15,8 +14,6 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from sandbox_gateway.config import KvmXfs
-from sandbox_gateway.hosts.kvm_xfs.qemu import accel
 from sandbox_gateway.hosts.kvm_xfs.template import apt
 from tests import leaks
 from tests.openzfs import guest, image, steps
@@ -31,10 +28,8 @@ _MEMORY_MB = 2048
 _GUEST_STATE = "/var/tmp/grove"
 _JOB_DISK, _ENVIRONMENT_DISK, _RESULTS_DISK = "job.img", "environment.img", "results.tar"
 _RESULTS_MEGABYTES = 256
-_KERNEL_ARGUMENTS = (
-    "root=/dev/vda rw rootflags=noatime fsck.mode=skip console=ttyS0 quiet loglevel=4 panic=-1 "
-    "init=/usr/local/sbin/openzfs-init net.ifnames=0 tsc=reliable no_timer_check cryptomgr.notests"
-)
+_ARC_MEGABYTES = 256
+"""The size of ZFS's cache. The guest has little memory, and the jails need it."""
 _start_time = time.monotonic()
 
 
@@ -70,15 +65,14 @@ def run(selected_steps: Sequence[Step]) -> list[Outcome]:
     """Run the steps in one guest, and return their outcomes. Their files are left in ``get_results_directory``."""
     directory, results = session.get_run_dir(), get_results_directory()
     guest_image = image.find_or_build_image(directory, report)
-    report(f"OpenZFS {guest_image.versions['zfs-dkms']}, Linux {guest_image.versions['linux-image-cloud-amd64']}")
-    accelerator = asyncio.run(accel.probe(KvmXfs(), session.get_cache_dir() / "accel-openzfs.json", guest_image.kernel))
-    report(f"accelerator {accelerator.name}: {accelerator.reason}")
+    versions = guest_image.versions
+    report(f"OpenZFS {versions[image.ZFS_PACKAGE]}, Linux {versions[image.KERNEL_PACKAGE]}")
     report("writing the disks of the job")
     _write_disks(selected_steps, directory)
     shutil.rmtree(results, ignore_errors=True)
     results.mkdir(parents=True)
     report(f"starting the guest; its console is also in {results}/console.log")
-    argv = _make_qemu_command(guest_image, accelerator, directory)
+    argv = make_guest_command(guest_image, directory)
     with (results / "console.log").open("w") as log, Console(argv, directory) as console:
         statuses = follow_output(console.read_line, selected_steps, log.write)
     extract_results(directory / _RESULTS_DISK, results)
@@ -132,8 +126,7 @@ class Console:
 
     def __init__(self, argv: Sequence[str], directory: Path) -> None:
         self._argv = argv
-        # QEMU writes the changes of the image's disk to a temporary file.
-        self._environment = {**os.environ, "TMPDIR": str(directory)}
+        self._directory = directory
         self._rest = b""
 
     def __enter__(self) -> Console:
@@ -142,7 +135,7 @@ class Console:
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
-            env=self._environment,
+            cwd=self._directory,
             start_new_session=True,
         )
         return self
@@ -152,7 +145,7 @@ class Console:
         self._process.wait(30)
 
     def read_line(self, deadline: float) -> str | None:
-        """Return the next line of the console, or None if QEMU has ended. Raises TimeoutError at the deadline."""
+        """Return the next line of the console, or None if the guest has ended. Raises TimeoutError at the deadline."""
         assert self._process.stdout is not None
         while b"\n" not in self._rest:
             if not select.select([self._process.stdout], [], [], max(0.0, deadline - time.monotonic()))[0]:
@@ -165,22 +158,24 @@ class Console:
         return line.decode(errors="replace").rstrip("\r")
 
 
-def _make_qemu_command(guest_image: image.Image, accelerator: accel.Accel, directory: Path) -> list[str]:
-    config = KvmXfs()
-    threads = ",thread=multi,tb-size=256" if accelerator.name == "tcg" else ""
-    argv = [config.qemu, "-nodefaults", "-no-user-config", "-display", "none", "-no-reboot", "-serial", "stdio"]
-    argv += ["-M", config.machine, "-accel", accelerator.name + threads, "-cpu", accelerator.cpu_model]
-    argv += ["-smp", str(min(2, len(os.sched_getaffinity(0)))), "-m", str(_MEMORY_MB)]
-    argv += ["-kernel", str(guest_image.kernel), "-initrd", str(guest_image.initrd), "-append", _KERNEL_ARGUMENTS]
-    argv += _make_disk_options(guest_image.disk, "snapshot=on")
-    for name, options in ((_JOB_DISK, ""), (_ENVIRONMENT_DISK, "readonly=on"), (_RESULTS_DISK, "")):
-        argv += _make_disk_options(directory / name, options)
-    return argv
-
-
-def _make_disk_options(file: Path, options: str) -> list[str]:
-    path = str(file).replace(",", ",,")
-    return ["-drive", ",".join(filter(None, ["if=virtio,format=raw,cache=unsafe", options, f"file={path}"]))]
+def make_guest_command(guest_image: image.Image, directory: Path) -> list[str]:
+    """Return a command for the working directory ``directory``."""
+    memory = directory / "memory"
+    memory.mkdir()
+    # The guest's memory is a file in TMPDIR, which must be a tmpfs without noexec. /dev/shm is too small in many
+    # containers.
+    mount_command = f"mount -t tmpfs -o size={_MEMORY_MB + 64}m tmpfs memory"
+    return [
+        # The kernel must not be the first process of its namespace, which cannot abort: it would hang after a panic.
+        *(*image.ISOLATION, "sh", "-c", f'{mount_command} && "$@"; exit', "sh"),
+        *("env", f"TMPDIR={memory}", str(guest_image.kernel)),
+        *(f"mem={_MEMORY_MB}M", "uml_dir=./", "noreboot", "con=null", "con0=null,fd:1", "ssl=null"),
+        # Changes of the image are written to another file. Names relative to the working directory contain no commas.
+        f"ubd0=changes,{os.path.relpath(guest_image.disk, directory)}",
+        *(f"ubd1={_JOB_DISK}", f"ubd2r={_ENVIRONMENT_DISK}", f"ubd3={_RESULTS_DISK}"),
+        *("root=/dev/ubda", "rw", "init=/usr/local/sbin/openzfs-init"),
+        *("quiet", "loglevel=4", f"zfs.zfs_arc_max={_ARC_MEGABYTES << 20}"),
+    ]
 
 
 def _write_disks(selected_steps: Sequence[Step], directory: Path) -> None:
@@ -189,7 +184,8 @@ def _write_disks(selected_steps: Sequence[Step], directory: Path) -> None:
     for path in (repository, cache):
         path.mkdir(parents=True)
     _copy_repository(repository)
-    # Every process of the tests would otherwise compile the same modules, which takes seconds on an emulated processor.
+    session.link_collection(repository)
+    # Every process of the tests would otherwise compile the same modules.
     compile_command = [sys.executable, "-m", "compileall", "-q", "-j", "0", "-s", str(repository)]
     compile_command += ["-p", str(session.REPOSITORY), str(repository / "gateway"), str(repository / "tests")]
     subprocess.run(compile_command, timeout=300, check=True)

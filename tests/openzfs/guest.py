@@ -1,7 +1,7 @@
 """Run the steps of a job inside the guest, as its first process, and turn the guest off.
 
-This program uses only the standard library. The disks are: vda, the image; vdb, the job; vdc, the virtual environment
-of Python; vdd, a tar archive of the results.
+This program uses only the standard library. The disks are: ubda, the image; ubdb, the job; ubdc, the virtual
+environment of Python; ubdd, a tar archive of the results.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def _turn_off() -> None:
     os.sync()
     with contextlib.suppress(termios.error):
         termios.tcdrain(1)
-    # The host starts QEMU with -no-reboot, so that a reboot ends it. That does not depend on ACPI.
+    # The host starts the kernel with the argument noreboot, so that it exits.
     Path("/proc/sysrq-trigger").write_text("b")
 
 
@@ -62,7 +62,6 @@ def _set_up_system() -> None:
         _call("mount", "-t", "cgroup", "-o", controller, controller, str(directory))
     _call("hostname", "openzfs")
     _call("ip", "link", "set", "lo", "up")
-    _call("modprobe", "zfs")
 
 
 def _run_job(job: dict[str, Any]) -> None:
@@ -71,7 +70,7 @@ def _run_job(job: dict[str, Any]) -> None:
     repository.mkdir(parents=True, exist_ok=True)
     _call("mount", "--bind", str(JOB / "repository"), str(repository))
     (repository / ".venv").mkdir()
-    _call("mount", "-t", "ext4", "-o", "ro", "/dev/vdc", str(repository / ".venv"))
+    _call("mount", "-t", "ext4", "-o", "ro", "/dev/ubdc", str(repository / ".venv"))
     cache = Path(job["state"]) / "cache"
     cache.mkdir(parents=True)
     _call("mount", "--bind", str(JOB / "cache"), str(cache))
@@ -86,7 +85,7 @@ def _run_job(job: dict[str, Any]) -> None:
         start_time = time.monotonic()
         status = _run_step(step["argv"], step["seconds"], repository, environment)
         print(f"{MARKER} end {step['name']} {status} {time.monotonic() - start_time:.0f}", flush=True)
-    with tarfile.open("/dev/vdd", "w") as archive:
+    with tarfile.open("/dev/ubdd", "w") as archive:
         archive.add(RESULTS, arcname=".")
 
 

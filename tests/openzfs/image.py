@@ -1,4 +1,7 @@
-"""Build the image of the guest: Debian with OpenZFS. It is cached by its recipe and the versions of its packages."""
+"""Build the image of the guest: a kernel for User-Mode Linux that contains OpenZFS, and Debian with ZFS's commands.
+
+The image is cached by its recipe and the versions of its packages.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +24,9 @@ SUITE = "bookworm"
 ZFS_SUITE = f"{SUITE}-backports"
 FILES = Path(__file__).parent / "image_files"
 PACKAGES = (FILES / "packages.txt").read_text().split()
-_VERSIONED_PACKAGES = ("linux-image-cloud-amd64", "linux-headers-cloud-amd64", "zfs-dkms", "zfsutils-linux")
+KERNEL_PACKAGE, ZFS_PACKAGE = "linux-source-6.12", "zfs-dkms"
+"""The packages with the sources that the kernel is built from."""
+_VERSIONED_PACKAGES = (KERNEL_PACKAGE, ZFS_PACKAGE, "zfsutils-linux")
 """The packages whose versions decide whether a cached image is up to date."""
 _DEBIAN_SOURCES = f"""\
 Types: deb
@@ -29,10 +34,18 @@ URIs: http://deb.debian.org/debian
 Suites: {SUITE} {SUITE}-updates
 Components: main
 Signed-By: /usr/share/keyrings/debian-archive-keyring.gpg
+
+Types: deb
+URIs: http://deb.debian.org/debian-security
+Suites: {SUITE}-security
+Components: main
+Signed-By: /usr/share/keyrings/debian-archive-keyring.gpg
 """
+ISOLATION = ("unshare", "--mount", "--propagation", "slave", "--pid", "--fork", "--kill-child")
+"""Runs a command in its own namespaces. Its mounts and processes end with it, and keep no mounts of the host busy."""
 _APT_SECONDS = 300
 _BUILD_SECONDS = 3600
-"""The build includes compiling the module, which takes minutes on one core."""
+"""The deadline of each half of the build. Compiling the kernel takes most of the time."""
 _FREE_MEGABYTES = 6144
 """Free space on the root file system, for the files of pools. The image is sparse."""
 
@@ -43,29 +56,30 @@ Report = Callable[[str], None]
 class Image:
     disk: Path
     kernel: Path
-    initrd: Path
     versions: dict[str, str]
 
 
 def find_or_build_image(work_directory: Path, report: Report) -> Image:
     """Return the cached image of this recipe and the current package versions. Builds it if it is missing."""
     sources = make_zfs_sources(apt.read_host_sources(SUITE) or _DEBIAN_SOURCES)
-    versions = _read_versions(sources, work_directory / "apt")
+    apt_options = _make_apt_options(sources, work_directory / "apt")
+    versions = _read_versions(sources, apt_options)
     image_directory = session.get_cache_dir() / f"openzfs-{_compute_digest(sources, versions)}"
     if not image_directory.is_dir():
-        report(f"building the image with OpenZFS {versions['zfs-dkms']}, which takes 5 to 15 minutes")
-        _build(sources, versions, work_directory / "build")
-        # Each image takes more than a gigabyte.
+        report(f"building the image with OpenZFS {versions[ZFS_PACKAGE]}, which takes 10 to 30 minutes")
+        _build(sources, versions, apt_options, work_directory / "build")
+        # Each image takes hundreds of megabytes.
         for old_directory in session.get_cache_dir().glob("openzfs-*"):
             shutil.rmtree(old_directory)
         (work_directory / "build" / "image").rename(image_directory)
+        shutil.rmtree(work_directory / "build")
         report("the image is built")
     return _load(image_directory)
 
 
 def _load(directory: Path) -> Image:
     versions = json.loads((directory / "versions.json").read_text())
-    return Image(directory / "disk", directory / "kernel", directory / "initrd", versions)
+    return Image(directory / "disk", directory / "kernel", versions)
 
 
 def make_zfs_sources(sources: str) -> str:
@@ -87,8 +101,11 @@ def _compute_digest(sources: str, versions: dict[str, str]) -> str:
     return hashlib.sha256(json.dumps(inputs).encode()).hexdigest()[:16]
 
 
-def _read_versions(sources: str, root: Path) -> dict[str, str]:
-    """Return the versions of the packages that the sources offer now. Leaves the host's own package lists alone."""
+def _make_apt_options(sources: str, root: Path) -> list[str]:
+    """Return options with which apt uses these sources, whose package lists are downloaded into ``root``.
+
+    The host's own package lists do not change.
+    """
     for name in ("lists/partial", "cache/archives/partial"):
         (root / name).mkdir(parents=True)
     (root / "zfs.sources").write_text(sources)
@@ -105,7 +122,12 @@ def _read_versions(sources: str, root: Path) -> dict[str, str]:
     }
     options = [word for key, value in settings.items() for word in ("-o", f"{key}={value}")]
     _run(["apt-get", *options, "--quiet", "update"], timeout=_APT_SECONDS)
-    output = _run(["apt-cache", *options, "policy", *_VERSIONED_PACKAGES], timeout=_APT_SECONDS)
+    return options
+
+
+def _read_versions(sources: str, apt_options: list[str]) -> dict[str, str]:
+    """Return the versions of the packages that the sources offer now."""
+    output = _run(["apt-cache", *apt_options, "policy", *_VERSIONED_PACKAGES], timeout=_APT_SECONDS)
     versions = dict(re.findall(r"^(\S+):\n  Installed: .*\n  Candidate: (\S+)", output, re.MULTILINE))
     missing = [name for name in _VERSIONED_PACKAGES if versions.get(name, "(none)") == "(none)"]
     if missing:
@@ -113,40 +135,34 @@ def _read_versions(sources: str, root: Path) -> dict[str, str]:
     return versions
 
 
-def _build(sources: str, versions: dict[str, str], work_directory: Path) -> None:
-    """Create the directory ``image`` in ``work_directory``. The host compiles the module for the guest's kernel."""
-    work_directory.mkdir()
+def _build(sources: str, versions: dict[str, str], apt_options: list[str], work_directory: Path) -> None:
+    """Create the directory ``image`` in ``work_directory``."""
     tree, image_directory = work_directory / "tree", work_directory / "image"
+    kernel_directory, log = work_directory / "kernel", work_directory / "build.log"
+    image_directory.mkdir(parents=True)
+    kernel_directory.mkdir()
+    packages = [f"{name}={versions[name]}" for name in (KERNEL_PACKAGE, ZFS_PACKAGE)]
+    _run(["apt-get", *apt_options, "--quiet", "download", *packages], timeout=_APT_SECONDS, cwd=kernel_directory)
+    _run_logged([*ISOLATION, str(FILES / "build-kernel")], log, kernel_directory)
+    shutil.move(kernel_directory / "kernel", image_directory)
     sources_file = work_directory / "host.sources"
     sources_file.write_text(sources)
-    _run_logged(_build_command(tree, sources_file), work_directory / "build.log")
-    image_directory.mkdir()
-    shutil.copy(next((tree / "boot").glob("vmlinuz-*")), image_directory / "kernel")
-    shutil.copy(next((tree / "boot").glob("initrd.img-*")), image_directory / "initrd")
-    shutil.rmtree(tree / "boot")
+    _run_logged(_build_command(tree, sources_file), log, work_directory)
     make_disk(image_directory / "disk", tree, free_megabytes=_FREE_MEGABYTES)
     (image_directory / "versions.json").write_text(json.dumps(versions, indent=1))
-    shutil.rmtree(tree)
 
 
 def _build_command(tree: Path, sources_file: Path) -> list[str]:
     exclusions = [f"--dpkgopt=path-exclude=/usr/share/{name}/*" for name in ("doc", "info", "locale", "man")]
-    chroot_command = 'chroot "$1"'
     return [
-        # In its own namespaces, mmdebstrap's mounts and processes end with it and do not keep mounts of the host busy.
-        *("unshare", "--mount", "--propagation", "slave", "--pid", "--fork", "--kill-child"),
+        *ISOLATION,
         *("mmdebstrap", "--verbose", "--mode=root", "--variant=minbase", "--format=directory"),
         f"--include={','.join(PACKAGES)}",
         *(exclusions),
         *(f"--aptopt={option}" for option in asyncio.run(apt.read_apt_options())),
         f'--setup-hook=install -D -m 644 {FILES}/zfs.preferences "$1"/etc/apt/preferences.d/zfs',
-        f"--essential-hook=copy-in {FILES}/initramfs-tools /etc",
-        f'--customize-hook=install -D -m 644 {FILES}/zfs.modprobe "$1"/etc/modprobe.d/zfs.conf',
         f'--customize-hook=install -m 755 {FILES}/init "$1"/usr/local/sbin/openzfs-init',
         '--customize-hook=mkdir -p "$1"/job',
-        f"--customize-hook={chroot_command} sh -c 'modinfo -F version -k \"$(ls /lib/modules)\" zfs'",
-        # Compilers and sources are no longer needed: they make up three quarters of the image.
-        f"--customize-hook={chroot_command} sh -c 'rm -rf /usr/src/* /var/lib/dkms /usr/lib/gcc*'",
         *("--", SUITE, str(tree), str(sources_file)),
     ]
 
@@ -161,16 +177,16 @@ def make_disk(disk: Path, tree: Path, *, free_megabytes: int) -> None:
     _run([*argv, "-E", "lazy_itable_init=1", "-d", str(tree), str(disk)], timeout=600)
 
 
-def _run(argv: Sequence[str], *, timeout: float) -> str:
+def _run(argv: Sequence[str], *, timeout: float, cwd: Path | None = None) -> str:
     env = {**os.environ, "LC_ALL": "C", "PATH": f"{os.environ['PATH']}:/usr/sbin:/sbin"}
-    result = subprocess.run(argv, capture_output=True, text=True, timeout=timeout, env=env, check=False)
+    result = subprocess.run(argv, capture_output=True, text=True, timeout=timeout, cwd=cwd, env=env, check=False)
     if result.returncode != 0:
         raise RuntimeError(f"{argv[0]} failed ({result.returncode}): {result.stderr.strip()[-2000:]}")
     return result.stdout
 
 
-def _run_logged(argv: Sequence[str], log: Path) -> None:
-    """Run the build, which writes to a log. Ends it after the deadline."""
+def _run_logged(argv: Sequence[str], log: Path, directory: Path) -> None:
+    """Run a part of the build, whose output is appended to a log. Ends it after the deadline."""
     env = {
         **read_proxy_settings(),
         "DEBIAN_FRONTEND": "noninteractive",
@@ -178,9 +194,15 @@ def _run_logged(argv: Sequence[str], log: Path) -> None:
         "PATH": f"{os.environ['PATH']}:/usr/sbin:/sbin",
         "TMPDIR": str(log.parent),
     }
-    with log.open("w") as output:
+    with log.open("a") as output:
         process = subprocess.Popen(
-            argv, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT, env=env, start_new_session=True
+            argv,
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            cwd=directory,
+            env=env,
+            start_new_session=True,
         )
         try:
             status = process.wait(_BUILD_SECONDS)

@@ -93,9 +93,9 @@ def allocate_port() -> int:
     raise RuntimeError(f"ports {_PORTS.start} to {_PORTS.stop - 1} are all in use")
 
 
-def link_collection() -> None:
+def link_collection(repository: Path = REPOSITORY) -> None:
     """Create a symbolic link to the repository at the path where Ansible looks for the collection."""
-    link = COLLECTIONS / "ansible_collections" / "grove" / "sandbox"
+    link = repository / COLLECTIONS.relative_to(REPOSITORY) / "ansible_collections" / "grove" / "sandbox"
     if not link.is_symlink():
         link.parent.mkdir(parents=True, exist_ok=True)
         link.symlink_to("../../../..")

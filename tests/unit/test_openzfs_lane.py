@@ -1,4 +1,4 @@
-"""`./dev test openzfs`: sources of the image, progress of the guest, and the results."""
+"""`./dev test openzfs`: sources of the image, the guest's command line and progress, and the results."""
 
 from __future__ import annotations
 
@@ -69,6 +69,18 @@ def test_the_console_ends_a_guest_that_is_silent(tmp_path: Path) -> None:
         assert [console.read_line(start_time + 60), console.read_line(start_time + 60)] == ["one", "two"]
         with pytest.raises(TimeoutError):
             console.read_line(time.monotonic() + 0.01)
+
+
+def test_the_names_of_disks_contain_no_separators(tmp_path: Path) -> None:
+    # Linux separates the arguments with spaces, and the names of a disk's files with commas.
+    directory = tmp_path / "a, b" / "run-1" / "0"
+    directory.mkdir(parents=True)
+    image_directory = tmp_path / "a, b" / "cache" / "openzfs-1"
+    guest_image = image.Image(image_directory / "disk", image_directory / "kernel", {})
+    command = lane.make_guest_command(guest_image, directory)
+    kernel_arguments = command[command.index(str(guest_image.kernel)) + 1 :]
+    assert "ubd0=changes,../../cache/openzfs-1/disk" in kernel_arguments
+    assert not any(" " in argument for argument in kernel_arguments)
 
 
 def test_the_results_of_a_guest_stay_in_their_directory(tmp_path: Path) -> None:
