@@ -202,7 +202,7 @@ class Machine:
         elif verb == "env":
             stdout = json.dumps({"env": request["env"], "cwd": request.get("cwd"), "user": request.get("user")})
         elif verb == "/bin/sh":
-            exit_code = self._run_shell_command(words[1])
+            exit_code, stderr = self._run_shell_command(words[1])
         else:
             exit_code, stderr = 127, f"{verb}: not found\n"
         return {
@@ -213,12 +213,12 @@ class Machine:
             "truncated": False,
         }
 
-    def _run_shell_command(self, text: str) -> int:
-        """Return the exit code of a shell command. Only those of the template builder, and `true`, are known."""
+    def _run_shell_command(self, text: str) -> tuple[int, str]:
+        """Return the exit code and stderr of a shell command: `true`, or one of those of the template builder."""
         command, *words = text.split()
         if command == "test":
-            return 0 if words[-1] in self.state else 1
-        return 0 if command in ("true", "chmod") else 127
+            return (0 if words[-1] in self.state else 1), ""
+        return (0, "") if command in ("true", "chmod") else (127, f"{command}: not found\n")
 
     def _eval(self, code: str) -> dict[str, Any]:
         try:

@@ -14,6 +14,10 @@ from sandbox_gateway.hosts.base import SnapshotPart
 from sandbox_gateway.hosts.jail_zfs import transfer
 
 
+def _create_target(directory: Path) -> transfer.StreamTarget:
+    return transfer.StreamTarget(directory, receive=lambda descriptor: None, discard=lambda: None)
+
+
 @pytest.mark.parametrize(
     ("error_number", "error_type", "message"),
     [
@@ -29,7 +33,7 @@ def test_a_failed_write_is_reported_with_its_cause(
     def fail(*args: Any) -> None:
         raise OSError(error_number, os.strerror(error_number))
 
-    target = transfer.StreamTarget(None, None, tmp_path, lambda snapshot: None)  # type: ignore[arg-type]
+    target = _create_target(tmp_path)
     target.create(16, 0)
     monkeypatch.setattr(transfer, "write_all", fail)
     with pytest.raises(error_type, match=message.format(directory=tmp_path)):
@@ -37,6 +41,6 @@ def test_a_failed_write_is_reported_with_its_cause(
 
 
 def test_a_missing_directory_is_reported(tmp_path: Path) -> None:
-    target = transfer.StreamTarget(None, None, tmp_path / "missing", lambda snapshot: None)  # type: ignore[arg-type]
+    target = _create_target(tmp_path / "missing")
     with pytest.raises(BackendFailed, match="No such file"):
         target.create(16, 0)
