@@ -50,10 +50,17 @@ class Server:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Test one client on jail hosts in complete runs. The engine suite runs on both kinds of host."""
+    """Test one client on jail hosts in complete runs, and its oldest release. The engine suite runs on both hosts."""
     for item in items:
+        if item.path.parent != HERE:
+            continue
         parameters = getattr(getattr(item, "callspec", None), "params", {})
-        if parameters.get("server") == "jail_zfs" and item.path.parent == HERE and item.path.name not in SHARED_FILES:
+        if item.path.name == "test_clients.py":
+            # The other tests run with the newest releases.
+            is_slow = parameters != {"server": "jail_zfs", "name": client_sets.OLDEST}
+        else:
+            is_slow = parameters.get("server") == "jail_zfs" and item.path.name not in SHARED_FILES
+        if is_slow:
             item.add_marker(pytest.mark.slow)
 
 

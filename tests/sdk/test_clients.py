@@ -20,23 +20,16 @@ import pytest
 
 from requirements import sbom
 from tests.sdk import client_sets
-from tests.sdk.client_sets import NEWEST, OLDEST, SETS
+from tests.sdk.client_sets import SETS
 from tests.sdk.conftest import HERE, Server
 from tests.support import packages, session
 from tests.support.session import REPOSITORY
 
 _TIMEOUT_SECONDS = 1800
-_SAMPLE = (("jail_zfs", OLDEST), ("jail_zfs", NEWEST))
-"""The combinations that complete runs of the tests contain."""
-_COMBINATIONS = [("jail_zfs", name) for name in SETS] + [("kvm_xfs", name) for name in (OLDEST, NEWEST)]
 _NPM_DIRECTORY = HERE / "npm"
 
 
-@pytest.mark.parametrize(
-    ("server", "name"),
-    [pytest.param(*each, marks=[] if each in _SAMPLE else pytest.mark.slow) for each in _COMBINATIONS],
-    indirect=["server"],
-)
+@pytest.mark.parametrize("name", SETS)
 def test_core_tests_pass(server: Server, name: str, tmp_path: Path) -> None:
     files = [f"tests/sdk/{file}.py" for file in client_sets.CLIENT_BY_FILE]
     options = ["-m", "core", "-k", server.kind, "-q", "--tb=short", f"--junitxml={tmp_path}/report.xml"]
@@ -65,8 +58,6 @@ def _count_results(report: Path) -> tuple[Counter[str], dict[str, list[str]]]:
     return passed, skipped
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("server", ["jail_zfs"], indirect=True)
 def test_the_npm_client_passes_its_core_tests(server: Server, tmp_path: Path) -> None:
     """Node comes from PyPI, because the client requires a newer one than that of Debian 12."""
     requirements = (REPOSITORY / "requirements" / "node.txt").read_text()

@@ -445,7 +445,7 @@ def test_tags_stand_for_builds_of_a_template(server, create_sandbox):
     assert e2b.Template.exists(f"{server.template}:live") and not e2b.Template.exists(f"{server.template}:v2")
     e2b.Template.remove_tags(server.template, ["v1", "stable"])
     e2b.Template.remove_tags(server.template, "live")
-    assert [tag.tag for tag in e2b.Template.get_tags(template["templateID"])] == ["default"]
+    assert [tag.tag for tag in e2b.Template.get_tags(server.template)] == ["default"]
     with pytest.raises(e2b.SandboxException, match=":v1' not found"):
         create_sandbox(f"{server.template}:v1")
     with pytest.raises(e2b.TemplateException, match="the tag 'default' cannot be removed"):
