@@ -189,8 +189,9 @@ def _replace_names(text: str, replacements: dict[str, str]) -> str:
 
 def run_command(argv: tuple[str, ...]) -> str:
     """Run a command and return its standard output. Raises RuntimeError if it fails."""
-    lock = zfs_run.mount_lock(argv[1], TIMEOUT_SECONDS, None) if argv[0] == "zfs" else contextlib.nullcontext()
-    env = {**os.environ, "LC_ALL": "C", **make_shim_environment()}
+    is_zfs = argv[0] == "zfs"
+    lock = zfs_run.mount_lock(argv[1], TIMEOUT_SECONDS, None) if is_zfs else contextlib.nullcontext()
+    env = {**os.environ, "LC_ALL": "C", **({} if is_zfs else make_shim_environment())}
     with lock:
         result = subprocess.run(argv, env=env, capture_output=True, text=True, timeout=TIMEOUT_SECONDS, check=False)
     if result.returncode != 0:
