@@ -91,7 +91,7 @@ class JailZfs:
 
 
 class RawCommands:
-    """Runs the floor: the commands ``zfs clone``, ``ifconfig …`` and ``jail -c …`` that the host ran for one fork.
+    """Runs the floor: the commands ``zfs clone``, ``ifconfig``, ``arp`` and ``jail -c`` that the host ran for one fork.
 
     The names in the commands are replaced with new ones. The commands run one after another, in the order in which the
     host started them.
@@ -120,9 +120,9 @@ class RawCommands:
         commands = [
             argv
             for _, argv in sorted(recorded_commands)
-            if argv[:2] == ("zfs", "clone") or argv[0] in ("ifconfig", "jail")
+            if argv[:2] == ("zfs", "clone") or argv[0] in ("ifconfig", "arp", "jail")
         ]
-        if {argv[0] for argv in commands} != {"zfs", "ifconfig", "jail"}:
+        if {argv[0] for argv in commands} != {"zfs", "ifconfig", "arp", "jail"}:
             raise RuntimeError(f"only some of the host's commands were recorded ({commands}): adapt _COMMAND_FUNCTIONS")
         live.do(live.engine.sandboxes.delete(sandbox.id))
         return cls(live, host, sandbox, commands)
@@ -189,8 +189,9 @@ def _replace_names(text: str, replacements: dict[str, str]) -> str:
 
 def run_command(argv: tuple[str, ...]) -> str:
     """Run a command and return its standard output. Raises RuntimeError if it fails."""
-    lock = zfs_run.mount_lock(argv[1], TIMEOUT_SECONDS, None) if argv[0] == "zfs" else contextlib.nullcontext()
-    env = {**os.environ, "LC_ALL": "C", **make_shim_environment()}
+    is_zfs = argv[0] == "zfs"
+    lock = zfs_run.mount_lock(argv[1], TIMEOUT_SECONDS, None) if is_zfs else contextlib.nullcontext()
+    env = {**os.environ, "LC_ALL": "C", **({} if is_zfs else make_shim_environment())}
     with lock:
         result = subprocess.run(argv, env=env, capture_output=True, text=True, timeout=TIMEOUT_SECONDS, check=False)
     if result.returncode != 0:
@@ -231,7 +232,7 @@ def _measure_forks(
             _measure_fork(live, timers, answers, samples)
             time.sleep(_COOLDOWN_SECONDS)
             steps.advance()
-    title = "floor: zfs clone, ifconfig, jail -c one after the other, no gateway"
+    title = "floor: zfs clone, ifconfig, arp, jail -c one after the other, no gateway"
     result.add_measure("floor", title, samples=samples["floor"])
     result.add_measure(
         "floor_agent", "floor, until the jail's agent accepts a connection", samples=samples["floor_agent"]

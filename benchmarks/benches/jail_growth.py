@@ -13,7 +13,7 @@ from benchmarks.context import Context
 from benchmarks.measure import Result, Target
 from benchmarks.timers import time_call
 from sandbox_gateway.hosts.jail_zfs.storage.storage import ZfsStorage
-from sandbox_gateway.records import MemoryMode, Sandbox, SandboxState, Snapshot
+from sandbox_gateway.records import MemoryMode, Sandbox, SandboxState, Snapshot, new_id
 from tests.jail_zfs import pools
 from tests.support import session
 
@@ -84,7 +84,7 @@ class _Store:
             self.size += 1
 
     def make_sandbox(self) -> Sandbox:
-        return Sandbox(state=SandboxState.PAUSED, template_id=self.template.id, head=self.template.id)
+        return Sandbox(name=new_id(), state=SandboxState.PAUSED, template_id=self.template.id, head=self.template.id)
 
     def make_snapshot(self) -> Snapshot:
         return Snapshot(memory=MemoryMode.NONE, source_sandbox=self.source.id, parent=self.template.id)

@@ -180,7 +180,7 @@ def test_a_volume_can_be_larger_than_its_snapshot(runner: EngineRunner) -> None:
     runner.do(runner.engine.volumes.create_snapshot("data", "empty"))
     create_volume(runner, "large", size_mb=160, from_snapshot="data@empty")
     create_sandbox(runner, "box", MountSpec("large", "/data"))
-    runner.shell("box", "dd if=/dev/zero of=/data/fill bs=1M count=100 conv=fsync")
+    runner.shell("box", "dd if=/dev/urandom of=/data/fill bs=1M count=100 conv=fsync")
 
 
 def test_a_volume_rollback_is_refused_while_a_sandbox_can_write_unless_forced(runner: EngineRunner) -> None:
@@ -702,15 +702,16 @@ def test_locks_work_across_sandboxes(runner: EngineRunner, world: World) -> None
 
 
 def test_a_full_volume_reports_enospc_and_grows_while_mounted(runner: EngineRunner) -> None:
+    """The data is random, because OpenZFS compresses data before it counts it."""
     create_volume(runner, "data", size_mb=MIN_VOLUME_MB)
     create_sandbox(runner, "box", MountSpec("data", "/data"))
     create_sandbox(runner, "other", MountSpec("data", "/data"))
-    output = runner.shell("box", "dd if=/dev/zero of=/data/fill bs=1M count=100 conv=fsync 2>&1 || true")
+    output = runner.shell("box", "dd if=/dev/urandom of=/data/fill bs=1M count=100 conv=fsync 2>&1 || true")
     assert any(word in output for word in DISK_FULL_MESSAGES), output
     assert 32 * MB < runner.do(runner.engine.volumes.get_state("data")).used_bytes < (MIN_VOLUME_MB + 1) * MB
     assert runner.do(runner.engine.volumes.grow("data", 160)).size_mb == 160
-    runner.shell("box", "dd if=/dev/zero of=/data/fill bs=1M count=100 conv=fsync")
-    output = runner.shell("other", "dd if=/dev/zero of=/data/more bs=1M count=100 conv=fsync 2>&1 || true")
+    runner.shell("box", "dd if=/dev/urandom of=/data/fill bs=1M count=100 conv=fsync")
+    output = runner.shell("other", "dd if=/dev/urandom of=/data/more bs=1M count=100 conv=fsync 2>&1 || true")
     assert any(word in output for word in DISK_FULL_MESSAGES), output
     runner.shell("other", "rm /data/more && echo room >/data/small && sync")
 

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+import zfs_core
 from zfs_core.run import mount_lock
 
 from tests.support import session
@@ -24,8 +25,9 @@ from tests.support.waiting import wait_until
 _LOCK_FILE = Path("/var/run/grove-test-zfs-fuse.lock")
 _PID_FILE = Path("/var/run/grove-test-zfs-fuse.pid")
 
+IS_OPENZFS = Path("/dev/zfs").exists()
 needs_zfs_fuse = pytest.mark.skipif(
-    Path("/dev/zfs").exists(), reason="needs a daemon of its own, but this machine has ZFS in its kernel"
+    IS_OPENZFS, reason="needs a daemon of its own, but this machine has ZFS in its kernel"
 )
 
 
@@ -212,6 +214,40 @@ def mounts_kept_in_use() -> Iterator[None]:
     finally:
         holder.kill()
         holder.wait(30)
+
+
+@contextlib.contextmanager
+def kept_unmountable(dataset: str) -> Iterator[None]:
+    """Unmount a dataset, and keep it in use inside the context, so that it cannot be mounted.
+
+    OpenZFS mounts a dataset that another mount namespace uses, but not one that is being sent. The dataset must contain
+    2 MiB, because `zfs send` sets the size of the pipe to 1 MiB.
+    """
+    if not IS_OPENZFS:
+        with mounts_kept_in_use():
+            zfs_core.unmount(dataset)
+            yield
+        return
+    zfs_core.unmount(dataset)
+    sender = _start_sending(dataset)
+    try:
+        yield
+    finally:
+        sender.kill()
+        sender.communicate(timeout=30)
+
+
+def _start_sending(dataset: str) -> subprocess.Popen[bytes]:
+    """Start `zfs send`, and wait until it owns the dataset. Retries while another mount namespace uses the dataset."""
+    deadline = time.monotonic() + 30
+    while True:
+        sender = subprocess.Popen(["zfs", "send", dataset], stdout=subprocess.PIPE, bufsize=0)
+        assert sender.stdout is not None
+        if sender.stdout.read(1):
+            return sender
+        sender.communicate(timeout=30)
+        assert time.monotonic() < deadline, f"{dataset} cannot be sent"
+        time.sleep(0.1)
 
 
 def read_mount_ids(directory: Path) -> dict[str, str]:

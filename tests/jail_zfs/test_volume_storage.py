@@ -12,6 +12,7 @@ from zfs_core import snapshots
 from zfs_core.capabilities import make_openzfs_capabilities
 from zfs_core.outcome import Outcome
 
+from sandbox_gateway.engine.index import sort_oldest_first
 from sandbox_gateway.errors import GatewayError, InUseExternally, NotFound, OverQuota
 from sandbox_gateway.hosts.jail_zfs.storage.dataset_tree import DatasetTree
 from sandbox_gateway.hosts.jail_zfs.storage.property_codec import DOOMED_PROPERTY, QUARANTINE_PROPERTY, RECORD_PROPERTY
@@ -352,7 +353,7 @@ def test_capturing_a_sandbox_with_volumes_is_all_or_nothing(storage: ZfsStorage)
     storage.snapshots.capture(sandbox.instance, record, volume_snapshots)
     scan = reopen(storage).scan()
     assert scan.snapshots[-1] == record
-    assert scan.volume_snapshots == volume_snapshots
+    assert sort_oldest_first(scan.volume_snapshots) == volume_snapshots
     assert (scan.repaired, storage.volumes.sweep()) == ([], [])
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import mmap
 import os
 import tempfile
 from collections.abc import Callable
@@ -11,9 +12,11 @@ from pathlib import Path
 
 import pytest
 import zfs_core
+from zfs_core import changes
 from zfs_core import exceptions as lzc_exc
 from zfs_core import run as zfs_run
 from zfs_core.causes import Cause
+from zfs_core.listing import COMPARISON_PREFIX
 
 from tests.jail_zfs import pools
 
@@ -70,8 +73,10 @@ def test_create_raises_specific_errors(root: str) -> None:
 
 
 def test_an_unmountable_dataset_is_destroyed(root: str, root_path: Path) -> None:
-    (root_path / "a" / "in the way").mkdir(parents=True)
-    assert isinstance(_catch_error(_create, f"{root}/a"), lzc_exc.MountFailed)
+    (root_path / "file").touch()
+    props = {"mountpoint": str(root_path / "file" / "a")}
+    error = _catch_error(partial(zfs_core.lzc_create, props=props, mounted=True), f"{root}/a")
+    assert isinstance(error, lzc_exc.MountFailed)
     assert not zfs_core.lzc_exists(f"{root}/a")
 
 
@@ -230,22 +235,23 @@ def test_rename_does_not_unmount_clones(root: str, root_path: Path) -> None:
     assert zfs_core.list_snapshots(f"{root}/in/a") == [f"{root}/in/a@1"] and not zfs_core.is_mounted(f"{root}/b")
 
 
-def test_mount_waits_until_the_dataset_is_released(root: str) -> None:
+def test_mount_waits_until_the_dataset_is_released(root: str, root_path: Path) -> None:
     _create(f"{root}/a")
-    with ThreadPoolExecutor(1) as pool, pools.mounts_kept_in_use():
-        zfs_core.unmount(f"{root}/a")
-        mount_future = pool.submit(zfs_core.mount, f"{root}/a")
-        with pytest.raises(TimeoutError):
-            mount_future.result(1)
-    mount_future.result()
+    (root_path / "a" / "file").write_bytes(os.urandom(2 << 20))
+    with ThreadPoolExecutor(1) as pool:
+        with pools.kept_unmountable(f"{root}/a"):
+            mount_future = pool.submit(zfs_core.mount, f"{root}/a")
+            with pytest.raises(TimeoutError):
+                mount_future.result(1)
+        mount_future.result()
     assert zfs_core.is_mounted(f"{root}/a")
 
 
-def test_mount_of_a_busy_dataset_times_out(root: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_mount_of_a_busy_dataset_times_out(root: str, root_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(zfs_run._RETRY_SECONDS, Cause.MOUNT_BUSY, 0.5)
     _create(f"{root}/a")
-    with pools.mounts_kept_in_use():
-        zfs_core.unmount(f"{root}/a")
+    (root_path / "a" / "file").write_bytes(os.urandom(2 << 20))
+    with pools.kept_unmountable(f"{root}/a"):
         assert isinstance(_catch_error(zfs_core.mount, f"{root}/a"), lzc_exc.DatasetBusy)
     zfs_core.mount(f"{root}/a")
 
@@ -385,5 +391,86 @@ def test_changes_since_any_ancestor_are_detected(root: str, root_path: Path) -> 
     assert not zfs_core.has_changed_since(b, f"{b}@4")
     for snapshot_name in (f"{b}@3", f"{a}@2", f"{a}@1"):
         assert zfs_core.has_changed_since(b, snapshot_name)
+    (root_path / "a" / "file").touch()
     assert isinstance(_catch_error(zfs_core.has_changed_since, a, f"{b}@3"), lzc_exc.SnapshotMismatch)
+    assert isinstance(_catch_error(zfs_core.has_changed_since, root, f"{b}@3"), lzc_exc.SnapshotMismatch)
     assert isinstance(_catch_error(zfs_core.has_changed_since, b, f"{b}@no"), lzc_exc.SnapshotNotFound)
+
+
+def test_mounting_a_clone_does_not_change_it(root: str, root_path: Path) -> None:
+    """The clone inherits an intent log, so OpenZFS writes the clone's header when it mounts the clone."""
+    a, b = f"{root}/a", f"{root}/b"
+    _create(a)
+    with (root_path / "a" / "file").open("w") as file:
+        file.write("1")
+        file.flush()
+        os.fsync(file.fileno())
+    zfs_core.lzc_snapshot([f"{a}@1"])
+    zfs_core.lzc_clone(b, f"{a}@1", mounted=True)
+    zfs_core.sync(b)
+    assert bool(zfs_core.written_bytes(b)) == zfs_core.detect_capabilities().written_property
+    assert not zfs_core.has_changed_since(b, f"{a}@1")
+    zfs_core.unmount(b)
+    assert not zfs_core.has_changed_since(b, f"{a}@1")
+    zfs_core.lzc_snapshot([f"{b}@2"])
+    zfs_core.mount(b)
+    assert not zfs_core.has_changed_since(b, f"{a}@1")
+    (root_path / "b" / "file").touch()
+    assert zfs_core.has_changed_since(b, f"{b}@2") and zfs_core.has_changed_since(b, f"{a}@1")
+    zfs_core.unmount(b)
+    assert zfs_core.has_changed_since(b, f"{b}@2") and zfs_core.has_changed_since(b, f"{a}@1")
+
+
+@pytest.mark.parametrize("change", ["content", "mode", "attribute", "mapping", "undone creation"])
+def test_every_small_change_is_detected(root: str, root_path: Path, change: str) -> None:
+    _create(f"{root}/a")
+    path = root_path / "a" / "file"
+    path.write_text("1")
+    zfs_core.lzc_snapshot([f"{root}/a@1"])
+    if change == "content":
+        path.write_text("2")
+    elif change == "mode":
+        path.chmod(0o600)
+    elif change == "attribute":
+        if not zfs_core.detect_capabilities().written_property:
+            pytest.skip("zfs-fuse has no extended attributes")
+        os.setxattr(path, "user.a", b"2")
+    elif change == "mapping":
+        with path.open("r+b") as file, mmap.mmap(file.fileno(), 1) as mapping:
+            mapping[0] = ord("2")
+            os.sync()
+    else:
+        (root_path / "a" / "other").touch()
+        (root_path / "a" / "other").unlink()
+    assert zfs_core.has_changed_since(f"{root}/a", f"{root}/a@1")
+
+
+def test_an_unfinished_comparison_does_not_hide_changes(root: str, root_path: Path) -> None:
+    _create(f"{root}/a")
+    zfs_core.lzc_snapshot([f"{root}/a@1"])
+    (root_path / "a" / "file").touch()
+    pools.run("zfs", "snapshot", f"{root}/a@{COMPARISON_PREFIX}1")
+    assert zfs_core.list_snapshots(f"{root}/a") == [f"{root}/a@1"]
+    if zfs_core.detect_capabilities().written_property:  # Otherwise, no comparison takes a snapshot.
+        assert zfs_core.has_changed_since(f"{root}/a", f"{root}/a@1")
+
+
+def test_a_comparison_leaves_no_snapshot(root: str, root_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    _create(f"{root}/a")
+    zfs_core.lzc_snapshot([f"{root}/a@1"])
+    (root_path / "a" / "file").touch()
+    taken_names: list[str] = []
+
+    def fail(base_snapshot: str, end_snapshot: str) -> bool:
+        taken_names.extend(zfs_core.list_datasets(root, types="snapshot"))
+        raise lzc_exc.SnapshotNotFound(base_snapshot)
+
+    monkeypatch.setattr(changes, "_stream_has_changes", fail)
+    if zfs_core.detect_capabilities().written_property:
+        assert isinstance(
+            _catch_error(zfs_core.has_changed_since, f"{root}/a", f"{root}/a@1"), lzc_exc.SnapshotNotFound
+        )
+        assert len(taken_names) == 2 and zfs_core.is_comparison_snapshot(taken_names[1])
+    else:
+        assert zfs_core.has_changed_since(f"{root}/a", f"{root}/a@1")
+    assert zfs_core.list_datasets(root, types="snapshot") == [f"{root}/a@1"]

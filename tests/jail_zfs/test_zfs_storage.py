@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import zfs_core
+from zfs_core.listing import COMPARISON_PREFIX
 
 from sandbox_gateway.errors import BackendFailed, Busy, InUseExternally, NoSpace, NotFound, OverQuota
 from sandbox_gateway.hosts.jail_zfs.storage.property_codec import QUARANTINE_PROPERTY, RECORD_PROPERTY, encode
@@ -350,6 +351,34 @@ def test_an_interrupted_save_has_no_effect(storage: ZfsStorage) -> None:
     assert list(zfs_core.local_props(storage.instances.dataset(sandbox.instance))) == [RECORD_PROPERTY]
 
 
+def test_an_instance_that_is_being_compared_is_removed_later(storage: ZfsStorage) -> None:
+    sandbox = _create_sandbox(storage, _create_base(storage))
+    dataset = storage.instances.dataset(sandbox.instance)
+    pools.run("zfs", "snapshot", f"{dataset}@{COMPARISON_PREFIX}1")
+    storage.instances.forget(sandbox.instance)
+    with pytest.raises(Busy):
+        storage.instances.discard(sandbox.instance)
+    pools.run("zfs", "destroy", f"{dataset}@{COMPARISON_PREFIX}1")
+    assert storage.instances.discard(sandbox.instance)
+    assert not zfs_core.lzc_exists(dataset)
+
+
+def test_snapshots_of_interrupted_comparisons_are_removed_at_the_next_start(storage: ZfsStorage) -> None:
+    base = _create_base(storage)
+    sandbox, removed_sandbox = _create_sandbox(storage, base), _create_sandbox(storage, base, "removed")
+    leftovers = [f"{storage.instances.dataset(s.instance)}@{COMPARISON_PREFIX}1" for s in (sandbox, removed_sandbox)]
+    for name in leftovers:
+        pools.run("zfs", "snapshot", name)
+    storage.instances.forget(removed_sandbox.instance)
+    scan = _reopen(storage).scan()
+    assert (scan.snapshots, scan.sandboxes) == ([base], [sandbox])
+    for name in leftovers:
+        assert f"{name}: removed, because a comparison left it behind" in scan.repaired
+        assert not zfs_core.lzc_exists(name)
+    assert not zfs_core.lzc_exists(storage.instances.dataset(removed_sandbox.instance))
+    assert _reopen(storage).scan().repaired == []
+
+
 def test_has_diverged_compares_an_instance_with_its_ancestors(storage: ZfsStorage) -> None:
     base = _create_base(storage)
     sandbox = _create_sandbox(storage, base)
@@ -364,6 +393,8 @@ def test_has_diverged_compares_an_instance_with_its_ancestors(storage: ZfsStorag
     storage.instances.discard(sandbox.instance)
     assert not storage.instances.has_diverged(fork.instance, snapshot.id)
     assert storage.instances.has_diverged(fork.instance, base.id)
+    (storage.instances.path(fork.instance) / "newer").touch()
+    assert storage.instances.has_diverged(fork.instance, snapshot.id)
     unrelated_base = storage.snapshots.create_base(Snapshot(), lambda path: None)
     assert storage.instances.has_diverged(fork.instance, unrelated_base.id), (
         "an unrelated snapshot counted as an ancestor"

@@ -35,6 +35,7 @@ from zfs_core.encryption import lzc_change_key, lzc_load_key, lzc_unload_key
 from zfs_core.holds import lzc_get_holds, lzc_hold, lzc_release
 from zfs_core.listing import (
     check_reachable,
+    is_comparison_snapshot,
     list_clones,
     list_datasets,
     list_snapshots,
@@ -102,6 +103,7 @@ __all__ = [
     "get_props",
     "get_tree",
     "has_changed_since",
+    "is_comparison_snapshot",
     "is_mounted",
     "is_supported",
     "list_clones",

@@ -2,50 +2,74 @@
 
 from __future__ import annotations
 
+import secrets
 import struct
 
 from zfs_core.capabilities import detect_capabilities
 from zfs_core.exceptions import SnapshotMismatch, SnapshotNotFound, ZFSOutputError
-from zfs_core.listing import list_snapshots, lzc_exists
+from zfs_core.listing import COMPARISON_PREFIX, list_snapshots, lzc_exists
 from zfs_core.names import Name, get_filesystem_name, validate_filesystem_name, validate_snapshot_name
-from zfs_core.outcome import make_error
-from zfs_core.parse import parse_get
+from zfs_core.outcome import check, make_error
+from zfs_core.parse import check_complete, parse_get
 from zfs_core.process import read_first_bytes
 from zfs_core.properties import get_props, sync, written_bytes
 from zfs_core.run import run
+from zfs_core.snapshots import lzc_destroy_snaps, lzc_snapshot
+
+_MAX_HEADER_BYTES = 1 << 20
+"""More than ZFS writes for the header of a filesystem alone: 4 KiB, in up to three copies, in any layout of a pool."""
 
 
 def has_changed_since(name: Name, snap: Name) -> bool:
     """Return whether the filesystem ``name`` has changed since ``snap``, a snapshot of itself or of an ancestor.
 
-    A change that was undone also counts. Raises FilesystemNotFound, SnapshotNotFound, or SnapshotMismatch if the
-    filesystem does not descend from ``snap``.
+    A change that was undone also counts. If little was written, OpenZFS cannot tell whether a file has changed. In that
+    case, takes a temporary snapshot. If this process is killed, the snapshot remains (see ``is_comparison_snapshot``).
+
+    Raises FilesystemNotFound, SnapshotNotFound, or SnapshotMismatch if the filesystem does not descend from ``snap``.
+    Also raises SnapshotFailure.
     """
     target, snapshot = validate_filesystem_name(name), validate_snapshot_name(snap)
     sync(target)
-    if not detect_capabilities().written_property:
-        return _has_differences(target, snapshot)
-    outcome = run("get", "-Hp", "-o", "name,property,value,source", f"written@{snapshot}", target, name=target)
-    if outcome.cause is None and (properties := parse_get(outcome.output)) and properties[0].value.isdigit():
-        return properties[0].number > 0
-    if not lzc_exists(snapshot):
-        raise SnapshotNotFound(snapshot)
-    return written_bytes(target) > 0 or _is_different(snapshot, _find_newest_snapshot(target))
-
-
-def _has_differences(target: str, snapshot: str) -> bool:
-    """Return whether the filesystem has changed since the snapshot, by comparing snapshots pair by pair.
-
-    Without ``written_property``, ZFS counts only the changes since the newest snapshot.
-    """
     if not lzc_exists(snapshot):
         raise SnapshotNotFound(snapshot)
     newest_snapshot = _find_newest_snapshot(target)
-    return (
-        _is_different(snapshot, newest_snapshot)
-        if written_bytes(target) == 0
-        else _check_descent(newest_snapshot, snapshot)
-    )
+    if newest_snapshot == "-":
+        raise SnapshotMismatch(snapshot)
+    if _has_new_changes(target, newest_snapshot):
+        return _check_descent(newest_snapshot, snapshot)
+    return _is_different(snapshot, newest_snapshot)
+
+
+def _has_new_changes(target: str, newest_snapshot: str) -> bool:
+    """Return whether the filesystem has changed since the snapshot on which its current state is based.
+
+    Mounting a filesystem writes its header if it has an intent log. A clone inherits the intent log of its origin. So a
+    few bytes may have been written although no file has changed.
+    """
+    if not detect_capabilities().written_property:
+        return written_bytes(target) > 0
+    count = _count_written_bytes(target, newest_snapshot)
+    if not 0 < count <= _MAX_HEADER_BYTES:
+        return count > 0
+    temporary_snapshot = f"{target}@{COMPARISON_PREFIX}{secrets.token_hex(8)}"
+    lzc_snapshot([temporary_snapshot])
+    try:
+        return _stream_has_changes(newest_snapshot, temporary_snapshot)
+    finally:
+        lzc_destroy_snaps([temporary_snapshot], False)
+
+
+def _count_written_bytes(target: str, snapshot: str) -> int:
+    """Return the number of bytes written to a filesystem since the snapshot. Raises SnapshotNotFound."""
+    # `written` would count only from the newest snapshot, which may be a temporary one.
+    prop = f"written@{snapshot}"
+    outcome = run("get", "-Hp", "-o", "name,property,value,source", prop, target, name=target)
+    properties = parse_get(check(outcome, target, "get a property").output)
+    check_complete(properties, [target], [prop])
+    if properties[0].value == "-":
+        raise SnapshotNotFound(snapshot)
+    return properties[0].number
 
 
 def _find_newest_snapshot(filesystem: str) -> str:

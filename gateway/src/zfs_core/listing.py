@@ -24,6 +24,8 @@ from zfs_core.run import run
 
 _NAMES_PER_COMMAND = 400
 """All systems allow 400 names of 255 bytes in the arguments of a command, even as one argument."""
+COMPARISON_PREFIX = "zfs_core-compare-"
+"""Prefix of the names of the temporary snapshots that ``has_changed_since`` takes and destroys."""
 
 
 def check_reachable() -> None:
@@ -136,12 +138,20 @@ def list_datasets(root: Name, *, types: str = "filesystem", depth: int | None = 
 
 
 def list_snapshots(filesystem: Name) -> list[str]:
-    """Return the full names of a filesystem's own snapshots, oldest first. Raises FilesystemNotFound."""
+    """Return the full names of a filesystem's own snapshots, oldest first. Raises FilesystemNotFound.
+
+    Omits the temporary snapshots of ``has_changed_since``.
+    """
     target = validate_filesystem_name(filesystem)
     outcome = run("list", "-H", "-t", "snapshot", "-d", "1", "-s", "createtxg", "-o", "name", target, name=target)
     # If there are no snapshots, OpenZFS may print a message on standard error and still succeed.
     rows = parse_table(check(outcome, target, "list snapshots", {Cause.MISSING: FilesystemNotFound}).output, 1)
-    return [name for (name,) in rows if get_filesystem_name(name) == target]
+    return [name for (name,) in rows if get_filesystem_name(name) == target and not is_comparison_snapshot(name)]
+
+
+def is_comparison_snapshot(name: str) -> bool:
+    """Return whether the dataset or snapshot ``name`` is a temporary snapshot of ``has_changed_since``."""
+    return name.partition("@")[2].startswith(COMPARISON_PREFIX)
 
 
 def list_clones(snap: Name) -> list[str]:

@@ -12,7 +12,7 @@ Methods block, are thread-safe, and raise GatewayError.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from urllib.parse import quote
@@ -120,6 +120,8 @@ class ZfsStorage:
         with self.root.tree_locked():
             root_dataset = self.root.dataset
             facts, local = zfs_core.get_tree(root_dataset, VOLUME_SCAN_PROPERTIES), zfs_core.local_tree(root_dataset)
+            comparison_snapshots = [name for name in facts if zfs_core.is_comparison_snapshot(name)]
+            facts = {name: props for name, props in facts.items() if name not in comparison_snapshots}
             findings = interpret_sandboxes(root_dataset, facts, local)
             volume_findings = interpret_volumes(root_dataset, facts, local)
             refuse_newer_records(findings.marks.newer_records | volume_findings.marks.newer_records)
@@ -127,7 +129,8 @@ class ZfsStorage:
                 self._names.load(findings.snapshot_names)
                 self._records.load(findings.generations, findings.multipart_names)
             self._records.mark(findings.marks)
-            notes = self.volumes.load(volume_findings)
+            notes = self._remove_comparison_snapshots(comparison_snapshots)
+            notes += self.volumes.load(volume_findings)
             notes += findings.marks.list_notes()
             notes += self.instances.sweep(findings, teardown)
             notes += self.streams.sweep(findings.unfinished_imports)
@@ -147,6 +150,19 @@ class ZfsStorage:
                 volume_findings.snapshots,
                 unreadable_datasets,
             )
+
+    @staticmethod
+    def _remove_comparison_snapshots(names: Iterable[str]) -> list[str]:
+        """Destroy the temporary snapshots of interrupted comparisons. Returns a sentence for each."""
+        notes = []
+        for name in names:
+            try:
+                zfs_core.lzc_destroy_snaps([name], False)
+            except zfs_core.exceptions.ZFSError as error:
+                notes.append(f"{name}: left behind by a comparison, but it could not be removed yet: {error}")
+            else:
+                notes.append(f"{name}: removed, because a comparison left it behind")
+        return notes
 
     def _load_secrets(self, findings: SandboxFindings) -> list[str]:
         """Read the environments of sandboxes from their files, and move those that an older release left in properties.

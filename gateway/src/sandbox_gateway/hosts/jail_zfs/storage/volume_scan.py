@@ -25,7 +25,7 @@ class VolumeFindings:
     marks: Marks = field(default_factory=Marks)
     volumes: list[Volume] = field(default_factory=list)
     snapshots: list[VolumeSnapshot] = field(default_factory=list)
-    """Oldest first."""
+    """Oldest first. Those that one command took atomically are in no particular order."""
     datasets: dict[str, str] = field(default_factory=dict)
     """The dataset of each volume, keyed by the volume's id."""
     snapshot_names: dict[str, str] = field(default_factory=dict)
