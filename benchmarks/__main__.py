@@ -58,13 +58,17 @@ def _run(options: argparse.Namespace) -> list[str]:
     with Context(quick=options.quick, console=progress_console) as ctx:
         for bench in [bench for bench in BENCHES if bench.name in options.names]:
             progress_console.print(f"[bold]{bench.name}[/]: {bench.title}", highlight=False)
+            failure = ""
             try:
                 results.append(bench.run(ctx))
             except Exception:  # The results of the other benches are still useful.
-                progress_console.print(traceback.format_exc(), style="red", highlight=False, markup=False)
-                failed_names.append(bench.name)
+                failure = traceback.format_exc()
             else:
                 report.print_result(results[-1], result_console)
+                failure = results[-1].failure
+            if failure:
+                progress_console.print(failure, style="red", highlight=False, markup=False)
+                failed_names.append(bench.name)
         # Reading the platform creates a host, which a run of only the jail bench does not need.
         platform = ctx.kvm_xfs.host.platform if "kvm_xfs" in vars(ctx) else None
         machine = report.describe_machine(

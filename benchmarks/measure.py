@@ -49,6 +49,7 @@ class Result:
     """All measures of one bench.
 
     ``settings`` contains the settings that affect the results, and ``notes`` contains sentences for the reader.
+    ``failure`` is the traceback of an error that ended the bench after it had measured something.
     """
 
     name: str
@@ -56,6 +57,7 @@ class Result:
     settings: dict[str, Any] = field(default_factory=dict)
     measures: dict[str, Measure] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
+    failure: str = ""
 
     def add_measure(
         self,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+import traceback
 from collections import defaultdict
 from collections.abc import Callable
 
@@ -51,7 +52,10 @@ class Rivals:
         }
         run = _Run(ctx, Result(self.name, self.title, settings, notes=[_PLAYBOOK_NOTE]))
         run.measure_machines()
-        run.measure_playbooks()
+        try:
+            run.measure_playbooks()
+        except Exception:  # The machines' results are complete, and took much longer to measure.
+            run.result.failure = traceback.format_exc()
         return run.report()
 
 
@@ -60,7 +64,7 @@ class _Run:
 
     def __init__(self, ctx: Context, result: Result) -> None:
         self._ctx = ctx
-        self._result = result
+        self.result = result
         self._settings = result.settings
         self._samples: dict[str, list[float]] = defaultdict(list)
         self._rivals: list[Rival] = []
@@ -160,7 +164,7 @@ class _Run:
 
         The measures of this software are the floors of the rivals' measures.
         """
-        result = self._result
+        result = self.result
         for operation, title in _TITLES.items():
             for rival in self._rivals:
                 if operation in _MACHINE_ONLY_OPERATIONS and not isinstance(rival, VirtualMachine):
