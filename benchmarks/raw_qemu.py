@@ -93,7 +93,7 @@ class RawMachine:
             self._monitor.execute("qmp_capabilities")
 
     def start_and_ping(self) -> float:
-        """Start QEMU and send the agent a message over the serial line. Return the milliseconds until its answer.
+        """Start QEMU and send the agent a message over the serial port. Return the milliseconds until its answer.
 
         Does not execute QMP commands.
         """
@@ -138,7 +138,7 @@ class RawMachine:
                 time.sleep(_RETRY_SECONDS)
 
     def resume_and_ping(self) -> tuple[float, float]:
-        """Resume the guest of a paused machine while a message is waiting on its serial line.
+        """Resume the guest of a paused machine while a message is waiting on its serial port.
 
         Returns the milliseconds until QEMU has answered, and until the agent has answered.
         """

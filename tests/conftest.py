@@ -47,7 +47,7 @@ _GROUPS = {
 }
 _FOLDERS = [folder for folders in _GROUPS.values() for folder in folders]
 _SLOW_FILES = ("test_gateway.py", "test_gateway_systemd.py", "test_kvm_xfs_host.py")
-"""The slow test files in the folder roles, which is scheduled last and file by file. Within it, they run first."""
+"""The slow test files in the roles folder, which is scheduled last and file by file. Within it, they run first."""
 
 _SEED_VARIABLE = "GROVE_TEST_SEED"
 """The environment variable for the order of tests in a folder: "random", a printed seed, or 0 for source order."""

@@ -1,7 +1,7 @@
 """Mutation testing of the pure modules: ``./dev mutation [SUBJECT…]``.
 
 mutmut changes one expression of a subject at a time and runs the subject's tests. A mutant that no test detects
-survives. Each subject is tested in its own tree below ``.cache/mutation``; the repository itself is not modified.
+survives. Each subject is tested in its own tree under ``.cache/mutation``; the repository itself is not modified.
 """
 
 from __future__ import annotations

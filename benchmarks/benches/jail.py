@@ -128,7 +128,7 @@ class RawCommands:
         return cls(live, host, sandbox, commands)
 
     def fork(self) -> tuple[float, float]:
-        """Run the commands. Return the milliseconds until they have ended and until the agent accepts a connection.
+        """Run the commands. Return the milliseconds until they have finished and until the agent accepts a connection.
 
         Removes everything afterwards.
         """
@@ -156,7 +156,7 @@ class RawCommands:
             self._remove(machine, instance)
 
     def _map_epair(self, epair: str) -> dict[str, str]:
-        """Map the names of both ends of the recorded epair to those of ``epair``."""
+        """Map the names of both ends of the recorded epair to the names of the ends of ``epair``."""
         words = itertools.chain.from_iterable(self.commands)
         ends = {word for word in words if re.fullmatch(r"epair\d+[ab]", word)}
         return {end: f"{epair}{end[-1]}" for end in ends}
@@ -313,7 +313,7 @@ def _measure_raw_snapshot(snapshot: str, number: int) -> float:
 def measure_raw_rollback(snapshot: str, name: str) -> float:
     """Return how many milliseconds `zfs rollback` takes, on a dataset with the files of a snapshot.
 
-    The dataset ``name`` is a mounted clone of the snapshot, to which 1 MiB is written before. Destroys it afterwards.
+    The dataset ``name`` is a mounted clone of the snapshot, with 1 MiB of new data. It is destroyed afterwards.
     """
     run_command(("zfs", "clone", snapshot, name))
     try:

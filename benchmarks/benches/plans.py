@@ -1,4 +1,4 @@
-"""Measure a check run that would create a hundred forks, and plan sessions over a large index."""
+"""Measure a check-mode run that would create a hundred forks, and plan sessions over a large index."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _OPEN_LIMIT_MS, _MEMORY_LIMIT_BYTES = 5, 5_000_000
 
 class Plans:
     name = "plans"
-    title = "a check run of a hundred forks"
+    title = "a check-mode run of a hundred forks"
 
     def run(self, ctx: Context) -> Result:
         rounds = ctx.choose(full=30, quick=2)
@@ -55,7 +55,7 @@ class Plans:
         result.add_measure("unchanged", "floor: a run that changes nothing on 100 forks", samples=unchanged)
         result.add_measure(
             "check",
-            "a check run that saves the plan of 100 forks",
+            "a check-mode run that saves the plan of 100 forks",
             samples=check,
             floor="unchanged",
             target=Target("ratio", 1.2),
@@ -72,7 +72,7 @@ class Plans:
 def _time_play(gateway: MemoryGateway, scratch: Path, prefix: str, *, is_check: bool = False) -> float:
     """Return the duration of a whole run in milliseconds, from the start of ansible-playbook to its end.
 
-    A check run prints its plan and saves it.
+    A check-mode run prints its plan and saves it.
     """
     plan_file = scratch / "plan.json"
     environment = {"ANSIBLE_TRANSPORT": "local"}
@@ -100,7 +100,9 @@ def _check_plan(plan: dict[str, Any], gateway: MemoryGateway) -> None:
     with gateway.client() as client:
         sessions = client.get("/plans").json()
     if plan["problems"] or len(changes) != FORK_COUNT or sessions:
-        raise RuntimeError(f"the check run planned {len(changes)} changes ({plan['problems']}), and left {sessions}")
+        raise RuntimeError(
+            f"the check-mode run planned {len(changes)} changes ({plan['problems']}), and left {sessions}"
+        )
 
 
 def _time_session(gateway: MemoryGateway, number: int) -> float:

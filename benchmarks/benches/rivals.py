@@ -22,7 +22,7 @@ from tests.support import session
 _COOLDOWN_SECONDS = 0.3
 _SETTLE_SECONDS = 3.0
 _RIVAL_UID = 699_999
-"""The user id of the rivals' QEMU processes. Those of the gateway have higher user ids."""
+"""The user id of the rivals' QEMU processes. The gateway's QEMU processes have higher user ids."""
 _TITLES = {
     "snapshot": "snapshot, until its source answers",
     "pause": "longest wait for a ping during a snapshot",

@@ -94,7 +94,7 @@ def _running_gateway(host: KvmXfs) -> Iterator[tuple[Gateway, str]]:
 
 
 def _create_snapshot(gateway: Gateway) -> str:
-    """Create a snapshot like that of ``KvmXfs.temporary_snapshot`` and return its id."""
+    """Create a snapshot as ``KvmXfs.temporary_snapshot`` does, and return its id."""
     source = gateway.call("POST", "/sandboxes", {"templateID": TEMPLATE})["sandboxID"]
     time.sleep(3)
     snapshot: str = gateway.call("POST", f"/sandboxes/{source}/snapshots", {})["snapshotID"]

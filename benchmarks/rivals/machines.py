@@ -1,4 +1,4 @@
-"""Perform the operations on virtual machines without this software, with virsh in three ways and with QEMU's savevm.
+"""Perform the same operations on virtual machines without this software: with virsh, in three ways, or with savevm.
 
 The machines boot the disk, kernel and initrd of our template. Disks are copied with ``cp``, which creates reflinks by
 default on this file system.

@@ -51,7 +51,7 @@ class OurMachine:
         self._forks = []
 
     def remove_snapshot(self) -> None:
-        # After a rollback the source still uses the snapshot, so the gateway removes it with its last user.
+        # After a rollback, the source still uses the snapshot, so the gateway removes it once it is unused.
         self._call("DELETE", f"/snapshots/{self._snapshot}", params={"when": "unused"})
 
     def _find_address(self, sandbox: str) -> str:

@@ -1,4 +1,4 @@
-"""Wait until a guest answers. Our sandboxes and those of the rivals are probed in the same way.
+"""Wait until a guest answers. Our sandboxes and the rivals' sandboxes are probed in the same way.
 
 A guest has answered when its agent, a process in the guest, has sent the first bytes of an HTTP response.
 """

@@ -10,7 +10,7 @@ FORK_COUNT = 10
 class Rival(Protocol):
     """A way to snapshot, fork and roll back a running source. Only the latest snapshot is kept.
 
-    ``snapshot``, ``fork`` and ``rollback`` are timed. Each returns when its commands have ended and all machines that
+    ``snapshot``, ``fork`` and ``rollback`` are timed. Each returns once its commands have exited and all machines that
     should run afterwards have answered the probe.
     """
 

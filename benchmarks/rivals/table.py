@@ -1,4 +1,4 @@
-"""Print the results of the bench ``rivals`` as Markdown tables: ``python -m benchmarks.rivals.table FILE``.
+"""Print the results of the ``rivals`` bench as Markdown tables: ``python -m benchmarks.rivals.table FILE``.
 
 ``FILE`` is the JSON file of a run. Each cell contains a median, with the number of samples in parentheses.
 """
@@ -34,7 +34,7 @@ OPERATION_TITLES = {
 
 
 def main() -> int:
-    """Print the tables and return the exit code, which is 2 if the file has no results of the bench ``rivals``."""
+    """Print the tables and return the exit code, which is 2 if the file has no results of the ``rivals`` bench."""
     if len(sys.argv) != 2:
         print("usage: python -m benchmarks.rivals.table FILE", file=sys.stderr)
         return 2

@@ -8,7 +8,7 @@ DOCUMENTATION = r"""
 ---
 name: plan
 type: notification
-short_description: Show and save the plan of a check run
+short_description: Show and save the plan of a check-mode run
 version_added: "0.2.0"
 description:
   - At the end of C(ansible-playbook --check), prints one table of all changes that the tasks of this collection would
@@ -18,18 +18,17 @@ description:
     predicted failures, and the reasons why the plan is incomplete.
   - At the end of a run that applies a plan, prints the planned changes that the run did not make or did not need, or a
     message that it made all of them. In all other runs without C(--check), prints nothing.
-  - At the end of a check run, also ends its plan sessions in the gateways. Without this plugin, they end later.
+  - At the end of a check-mode run, also ends its plan sessions in the gateways. Without this plugin, they end later.
 author:
   - The grove.sandbox authors (@grove-sandbox)
 requirements:
-  - Enable the plugin with C(callbacks_enabled = grove.sandbox.plan) in the section C([defaults]) of C(ansible.cfg), or
+  - Enable the plugin with C(callbacks_enabled = grove.sandbox.plan) in the C([defaults]) section of C(ansible.cfg), or
     with the environment variable C(ANSIBLE_CALLBACKS_ENABLED).
 options:
   plan_file:
     description:
-      - The file in which a check run saves the plan as JSON.
-      - A check run removes this file when it starts. A run that fails therefore does not leave an earlier run's plan
-        behind.
+      - The file in which a check-mode run saves the plan as JSON.
+      - A check-mode run removes this file when it starts, so that a failed run does not leave an earlier plan behind.
     type: path
     env:
       - name: GROVE_SANDBOX_PLAN_FILE
@@ -48,7 +47,7 @@ options:
         key: plan_lifetime
   apply:
     description:
-      - The plan that this run may carry out. The action plugins of this collection enforce it.
+      - The plan file to apply. The action plugins of this collection then refuse all changes that are not in the plan.
     type: path
     env:
       - name: GROVE_SANDBOX_APPLY
@@ -60,7 +59,7 @@ notes:
 """
 
 EXAMPLES = r"""
-# In ansible.cfg: show the plan after every check run
+# In ansible.cfg: show the plan after every check-mode run
 # [defaults]
 # callbacks_enabled = grove.sandbox.plan
 
@@ -93,7 +92,7 @@ _FILE_WIDTH = 120
 
 
 class CallbackModule(CallbackBase):
-    """Builds the plan of a check run from the journal of its tasks."""
+    """Builds the plan of a check-mode run from the journal of its tasks."""
 
     CALLBACK_VERSION = 2.0
     CALLBACK_TYPE = "notification"
@@ -105,7 +104,7 @@ class CallbackModule(CallbackBase):
         self._playbooks: list[str] = []
         self._play: Play | None = None
         self._possible_failures: list[tuple[str, str]] = []
-        """The host and the description of each failure of the last tasks, which the playbook may have rescued."""
+        """The host and the description of each recent failure. The playbook may have rescued these failures."""
         self._failures: dict[str, None] = {}
         """The descriptions of the failures that make the plan incomplete, in the order in which they occurred."""
 
@@ -114,7 +113,7 @@ class CallbackModule(CallbackBase):
             # The workers inherit the plan. If it cannot be applied, each task reports that.
             with contextlib.suppress(Failure):
                 if not self._playbooks and _plan_journal.load_applied_plan() is not None:
-                    # Every playbook of the run has its own statistics, and after a failure the others may not run.
+                    # Every playbook of the run has its own statistics, and a failure may prevent later playbooks.
                     atexit.register(self._end_sessions)
                     atexit.register(self._print_omitted_changes)
             self._playbooks.append(Path(playbook._file_name).name)
@@ -159,9 +158,9 @@ class CallbackModule(CallbackBase):
             self._record_problems()
 
     def _record_problems(self) -> None:
-        # Ansible loads each playbook after it has run the one before. If that fails, this run has no more statistics.
+        # Ansible loads a playbook only after it has run the previous one. If loading fails, no more statistics follow.
         names = _plan_journal.list_playbook_names()[len(self._playbooks) :]
-        unreached = [f"the check run has not reached {', '.join(names)}"] if names else []
+        unreached = [f"the check-mode run has not reached {', '.join(names)}"] if names else []
         _plan_journal.record_failures([*self._failures, *unreached])
 
     def _end_sessions(self) -> None:
@@ -206,7 +205,7 @@ class CallbackModule(CallbackBase):
         except FileNotFoundError:
             pass
         except OSError as error:
-            self._display.error(f"the old plan {str(path)!r} cannot be removed: {error.strerror}. Remove it")
+            self._display.error(f"cannot remove the old plan {str(path)!r}: {error.strerror}. Delete the file yourself")
 
     def _print_table(self, document: dict[str, Any]) -> None:
         width = self._display.columns if sys.stdout.isatty() else _FILE_WIDTH
@@ -224,7 +223,7 @@ class CallbackModule(CallbackBase):
 
 
 def _list_failures(stats: AggregateStats) -> list[str]:
-    """Describe the failures in the statistics of a run, which are those that are neither ignored nor rescued."""
+    """Describe the failures in a run's statistics, which do not count ignored or rescued failures."""
     hosts = sorted(stats.processed)
     failures = [_describe_failure(host) for host in hosts if stats.failures.get(host)]
     return failures + [_describe_unreachable_host(host) for host in hosts if stats.dark.get(host)]

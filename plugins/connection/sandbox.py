@@ -149,12 +149,14 @@ notes:
   - The host is unreachable if the sandbox is paused, removed or rolled back during a task, or if the gateway cannot be
     reached. Interrupted commands are not repeated.
   - Commands keep running if the control node disconnects.
-  - In a check run, a task is skipped if its sandbox does not yet have a machine that the task could use, because an
-    earlier task of this collection would create, restart or roll back the sandbox, or change its volumes. A task is
-    also skipped if its sandbox was created with C(autoResume), and is paused or would be paused by an earlier task; the
-    check run does not resume the sandbox. The host is unreachable if an earlier task would pause a sandbox that was
-    created without C(autoResume), or would remove the sandbox. A task with C(check_mode=false) acts on the real
-    sandbox, which it can also resume. It is skipped only if the real sandbox does not exist yet.
+  - In a check-mode run, a task is skipped if its sandbox does not yet have a machine that the task could use, because
+    an earlier task of this collection would create, restart or roll back the sandbox, or change its volumes.
+  - In a check-mode run, a task is also skipped if its sandbox was created with C(autoResume), and is paused or would be
+    paused by an earlier task. Check-mode runs do not resume sandboxes.
+  - In a check-mode run, the host is unreachable if an earlier task would remove the sandbox, or would pause a sandbox
+    that was created without C(autoResume).
+  - A task with C(check_mode=false) acts on the real sandbox, which it can also resume. It is skipped only if the real
+    sandbox does not exist yet.
 """
 
 import contextlib
@@ -244,7 +246,7 @@ class Connection(ConnectionBase):
         """Skip a task that must be skipped. Otherwise, report that this plugin has no such method.
 
         `wait_for_connection` reads this attribute before it begins to retry after any error. Without the check at this
-        point, a task that must be skipped would end with a timeout.
+        point, a task that must be skipped would time out.
         """
         if is_check_run():
             with contextlib.suppress(UnreachableError):
@@ -254,7 +256,7 @@ class Connection(ConnectionBase):
     def _connect(self) -> Connection:
         """Create the channel, which connects on the first request.
 
-        Raises UnreachableError or, in a check run, PlannedMachineSkip if the task must be skipped.
+        Raises UnreachableError or, in a check-mode run, PlannedMachineSkip if the task must be skipped.
         """
         if self._channel is None:
             try:

@@ -46,8 +46,8 @@ options:
     type: str
   check_sessions:
     description:
-      - When the plan sessions that the tasks before this one have used were opened, so that the task notices if a
-        gateway has been restarted since. The action plugin sets it; do not set it yourself.
+      - The times at which earlier tasks opened their plan sessions. They show whether a gateway has been restarted
+        since. The action plugin sets this option; do not set it yourself.
     type: dict
   approved_plan:
     description:
@@ -68,8 +68,8 @@ options:
     default: false
   predict_only:
     description:
-      - Whether to hide this task's predicted changes from later tasks of the same check run. The action plugin sets it
-        for a task with C(check_mode=true), which changes nothing in a real run either; do not set it yourself.
+      - Whether to hide this task's predicted changes from later tasks of the same check-mode run. The action plugin
+        sets it for a task with C(check_mode=true), which changes nothing in a real run either; do not set it yourself.
     type: bool
     default: false
 requirements:

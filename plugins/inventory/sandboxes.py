@@ -13,7 +13,7 @@ description:
   - Lists the sandboxes of the gateways in the inventory file, groups them, and sets the connection plugin
     P(grove.sandbox.sandbox#connection) for them.
   - The name of the inventory file must end in C(sandboxes.yml) or C(sandboxes.yaml).
-  - Text from the owner of a sandbox (names, metadata) is never evaluated as a template.
+  - Text from the owner of a sandbox (names, metadata) is never evaluated as a Jinja template.
 author:
   - The grove.sandbox authors (@grove-sandbox)
 options:
@@ -38,14 +38,14 @@ options:
       url:
         description:
           - The address of the gateway as seen from the control node, as C(unix:///path/to/gateway.sock),
-            C(http://host:port) or C(https://host:port). Can be a template.
+            C(http://host:port) or C(https://host:port). Can be a Jinja template.
           - If not set, the environment variable E(SANDBOX_GATEWAY_URL) is used, or else the socket
             C(unix:///run/sandbox-gateway/gateway.sock).
         type: str
       token:
         description:
-          - An API key from the gateway's key file. Can be a template, or encrypted by Ansible Vault. The Unix socket
-            needs no key.
+          - An API key from the gateway's key file. Can be a Jinja template, or encrypted by Ansible Vault. The Unix
+            socket needs no key.
           - Listing sandboxes requires the scope C(read); running tasks in them requires C(exec).
           - The key does not become a variable. It is passed to the connection inside the process that reads this file.
           - If neither this nor O(gateways[].token_file) is set, the environment variable E(SANDBOX_GATEWAY_TOKEN) is
@@ -122,7 +122,7 @@ options:
     type: str
   strict:
     description:
-      - If V(true), an unreachable gateway or a template that cannot be evaluated is an error.
+      - If V(true), an unreachable gateway or a Jinja template that cannot be evaluated is an error.
       - If V(false), it causes a warning, and the inventory contains the hosts of the other gateways.
 extends_documentation_fragment:
   - constructed
@@ -131,7 +131,7 @@ notes:
   - Each host has a variable C(grove_sandbox) with the fields that the modules return for a sandbox, plus C(template),
     C(head) and C(gateway), which hold names.
   - The cache holds only these variables.
-  - In a check run, a C(meta) task with C(refresh_inventory) lists the sandboxes as the tasks before it would leave
+  - In a check-mode run, a C(meta) task with C(refresh_inventory) lists the sandboxes as the tasks before it would leave
     them, if those tasks use the same gateway and API key as the inventory. Ids of new sandboxes begin with
     C(known-after-apply-). The cache never contains such sandboxes.
 """
@@ -236,7 +236,7 @@ class InventoryModule(BaseInventoryPlugin, Constructable, Cacheable):
         return sources
 
     def _evaluate(self, value: Any) -> str:
-        """Decrypt a value of the inventory file, or evaluate its template. The file is as trusted as a play."""
+        """Decrypt a value of the inventory file, or evaluate its Jinja template. The file is as trusted as a play."""
         return str(self.templar.template(value)) if isinstance(value, str) else str(value or "")
 
     def _find_sandboxes(self, sources: list[_Source], cache_key: str, cache: bool) -> dict[str, list[dict[str, Any]]]:
@@ -297,7 +297,7 @@ class InventoryModule(BaseInventoryPlugin, Constructable, Cacheable):
 class _Source:
     """One gateway in the inventory file. ``cache_key`` identifies its sandboxes in the cache.
 
-    ``is_planned``: whether the observed sandboxes are those of a plan session.
+    ``is_planned``: whether the sandboxes were observed in a plan session.
     """
 
     def __init__(self, entry: dict[str, Any], evaluate: Any, directory: Path) -> None:

@@ -7,14 +7,14 @@ from __future__ import annotations
 DOCUMENTATION = r"""
 ---
 name: plan
-short_description: Return the plan of a check run
+short_description: Return the plan of a check-mode run
 version_added: "0.2.0"
 description:
-  - Returns the plan of this check run so far, that is, the changes of the tasks before this one. The plan is the same
-    document that the callback plugin P(grove.sandbox.plan#callback) saves in a file.
+  - Returns the plan of this check-mode run so far, that is, the changes of the tasks before this one. The plan is the
+    same document that the callback plugin P(grove.sandbox.plan#callback) saves in a file.
   - If the run has several plays, enable this callback, which records the failures of all plays. Without it, the plan of
     such a run cannot be applied.
-  - Outside a check run, the lookup fails.
+  - Outside a check-mode run, the lookup fails.
   - Publish the plan with C(ansible.builtin.set_stats) in the last task of the last play. In AWX, it is then among the
     artifacts of the job, and a workflow passes it to its next job as the extra variable C(grove_sandbox_plan). A run
     with this variable makes only the changes in the plan.
@@ -36,10 +36,10 @@ notes:
     ansible-core 2.19 and later convert strings in it, such as times, to other types.
   - If a task has failed on a host, or a host was unreachable, the plan says so in C(problems), and cannot be applied.
     Failures that the playbook ignores or rescues do not matter.
-  - With the strategy C(free), publish the plan in a play of its own, because the tasks of other hosts may not have
-    finished by then.
-  - The plan contains the options of the tasks, so everyone who can read the artifacts of a job can read them. Secrets
-    in C(env) are hashed.
+  - With the C(free) strategy, publish the plan in a separate play. Otherwise, the tasks of other hosts may not have
+    finished yet.
+  - The plan contains the options of the tasks. Everyone who can read the artifacts of a job can read these options.
+    Secrets in C(env) are hashed.
 """
 
 EXAMPLES = r"""
@@ -54,7 +54,7 @@ EXAMPLES = r"""
 
 RETURN = r"""
 _raw:
-  description: One plan, as docs/plans.md describes it. Its strings are never evaluated as templates.
+  description: One plan, as docs/plans.md describes it. Its strings are never evaluated as Jinja templates.
   type: list
   elements: dict
 """
@@ -73,17 +73,17 @@ if TYPE_CHECKING:
 
 
 class LookupModule(LookupBase):
-    """Returns the plan of this check run so far."""
+    """Returns the plan of this check-mode run so far."""
 
     def run(self, terms: list[Any], variables: Mapping[str, Any] | None = None, **kwargs: Any) -> list[dict[str, Any]]:
         self.set_options(var_options=variables, direct=kwargs)
         if terms:
             raise AnsibleLookupError(
-                "the lookup grove.sandbox.plan takes no arguments except plan_lifetime: remove them"
+                "the grove.sandbox.plan lookup accepts only the option plan_lifetime: remove all other arguments"
             )
         if not context.CLIARGS.get("check"):
             raise AnsibleLookupError(
-                "only a check run has a plan: run the playbook with --check, or skip this task in other runs with "
+                "only a check-mode run has a plan: run the playbook with --check, or skip this task in other runs with "
                 "'when: ansible_check_mode'"
             )
         try:
@@ -94,5 +94,5 @@ class LookupModule(LookupBase):
             )
         except Failure as failure:
             raise AnsibleLookupError(failure.message) from None
-        # Templates in the options of tasks must not be evaluated, even if the configuration allows unsafe lookups.
+        # Jinja templates in task options must not be evaluated, even if the configuration allows unsafe lookups.
         return [wrap_var(document)]

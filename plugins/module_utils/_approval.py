@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from ansible_collections.grove.sandbox.plugins.module_utils._plan import Action
 
 _SECRET_FIELD = "envVars"
-"""The field in the body of requests that contains the environment of a sandbox."""
+"""The field of request bodies that contains a sandbox's environment variables."""
 _HASH_PREFIX = "pbkdf2-sha256:"
 _HASH_ROUNDS = 100_000
 _SALT = secrets.token_hex(16)
@@ -36,21 +36,21 @@ _UNKNOWABLE_VIEW_KEYS = frozenset(("diverged",))
 _UNKNOWABLE_REQUEST_KEYS = frozenset(("end",))
 """Keys of requests whose values depend on the time of the run. The view contains the timeout itself."""
 _OVERWRITTEN_KEY = "overwrites"
-"""The key of an export's request with the id of the snapshot in the file that the export replaces; "" if none."""
+"""In an export request, the key of the id of the snapshot in the existing file; "" if there is no such file."""
 _TIMEOUT_VERBS = ("clone", "create", "fork", "replace", "set_timeout")
 """Verbs of actions that set the timeout. The views of other actions contain the remaining time, which changes."""
 _PLANNED_ID_PATTERN = re.compile(rf"({PLANNED_ID_PREFIX}[0-9a-f]{{4}})")
 _REAL_ID_PATTERN = re.compile(r"[0-9a-f]{12}")
 _ID_PATH_PATTERN = re.compile(rf"/({_REAL_ID_PATTERN.pattern}|{_PLANNED_ID_PATTERN.pattern})$")
 _SHORT_PLANNED_ID = PLANNED_ID_PREFIX[:8]
-"""How the temporary name of a replaced resource ends if its id is planned; see ``_plan.make_temporary_name``."""
+"""The end of a replaced resource's temporary name if its id is planned; see ``_plan.make_temporary_name``."""
 _TEMPORARY_SUFFIX = re.compile(r"\.old-[0-9a-f]{8}$")
-"""How the temporary name of a replaced resource ends if its id is real."""
+"""The end of a replaced resource's temporary name if its id is real."""
 _NEW_MARKER = "new"
 _CONDITIONAL_VERBS = ("rollback", "capture")
 """Verbs of actions that a run may skip, because only the run knows whether the sandbox has diverged."""
-_REMEDY = "this task changed nothing. Make a new plan with a check run"
-_REMEDY_BETWEEN_ACTIONS = "this task did not carry out the action that uses it. Make a new plan with a check run"
+_REMEDY = "this task changed nothing. Make a new plan with a check-mode run"
+_REMEDY_BETWEEN_ACTIONS = "this task did not carry out the action that uses it. Make a new plan with a check-mode run"
 PREDICTED_FAILURE = "the plan predicts that this fails, so the run has not tried it: "
 """The beginning of a message that ends with the predicted failure."""
 
@@ -80,7 +80,7 @@ def compute_object_version(
             )
         return version
     if path.startswith("/volumes"):
-        # A volume has no id in the API, but its owner or time of creation distinguishes it from others with its name.
+        # A volume has no id in the API. Its owner or creation time distinguishes it from other volumes of that name.
         created_at = data.get("createdAt") or ""
         ident = data.get("ownerSandboxID") or (_NEW_MARKER if opened_at and created_at > opened_at else created_at)
     else:
@@ -186,7 +186,7 @@ def make_initial_state() -> dict[str, Any]:
 
 
 def update_state(state: dict[str, Any], usage: Mapping[str, Any]) -> None:
-    """Add to the state of a run what a task has used; see ``_run.PLAN_KEY``."""
+    """Add a task's use of the plan to the state of the run; see ``_run.PLAN_KEY``."""
     state["used"].append(usage["number"])
     state["omitted"][str(usage["number"])] = usage["omitted"]
     state["unneeded"][str(usage["number"])] = usage["unneeded"]
@@ -266,7 +266,7 @@ def _list_objects(entries: Sequence[Entry]) -> dict[str, list[str]]:
 def _list_mounting_names(changes: Iterable[Mapping[str, Any]]) -> set[str]:
     """Return the names of the sandboxes that the entries of one gateway create or change.
 
-    If others mount a volume in one of them, its generation shows that.
+    If another client mounts a volume in one of these sandboxes, the sandbox's generation shows that.
     """
     names = set()
     for change in changes:
@@ -280,8 +280,10 @@ def _list_mounting_names(changes: Iterable[Mapping[str, Any]]) -> set[str]:
 
 def _find_task_entries(entries: Sequence[Entry], task_key: Mapping[str, Any]) -> list[tuple[int, Entry]]:
     """Return the entries of a task for all hosts, with their numbers."""
-    place = [(key, value) for key, value in task_key.items() if key != "host"]
-    return [(number, entry) for number, entry in enumerate(entries) if all(entry[key] == value for key, value in place)]
+    location = [(key, value) for key, value in task_key.items() if key != "host"]
+    return [
+        (number, entry) for number, entry in enumerate(entries) if all(entry[key] == value for key, value in location)
+    ]
 
 
 def _list_hosts_by_object(task_entries: Sequence[tuple[int, Entry]]) -> list[tuple[set[str], set[str]]]:
@@ -326,7 +328,7 @@ def shares_objects(entries: Sequence[Entry], task_key: Mapping[str, Any]) -> boo
 
 
 def _find_planned_host(host: str, bindings: Iterable[Mapping[str, str]]) -> str:
-    """Return the name that a host had in the check run, which may contain the planned id of a sandbox."""
+    """Return the name that a host had in the check-mode run, which may contain the planned id of a sandbox."""
     planned_ids = {real_id: planned_id for each in bindings for planned_id, real_id in each.items()}
     return _REAL_ID_PATTERN.sub(lambda match: planned_ids.get(match[0], match[0]), host)
 
@@ -340,7 +342,7 @@ class Approval:
     """The part of an applied plan that concerns one task, which is the modules' option ``approved_plan``.
 
     ``exported``: for each file, the ids of the snapshots that this run has exported to it, on any host. ``host``: the
-    name that the task's host had in the check run. ``entries``: the task's entries that this run has not
+    name that the task's host had in the check-mode run. ``entries``: the task's entries that this run has not
     used yet, each with its ``number``, including those of hosts that declare the same objects. ``gateways``: for
     each gateway, ``bindings``, the real ids that earlier tasks found for planned ones, and the times at which they
     created volumes; ``created``, the planned ids that the run itself has to create; ``created_names`` and
@@ -372,9 +374,9 @@ class Approval:
         *,
         is_conditional: bool = False,
     ) -> tuple[Entry | None, list[Action]]:
-        """Return the entry of a task and those of its ``actions`` that the entry contains. Add ids to ``bindings``.
+        """Return the entry of a task, and the ``actions`` that the entry contains. Adds ids to ``bindings``.
 
-        All actions are in the entry, except those that the check run predicts to fail.
+        All actions are in the entry, except those that the check-mode run predicts to fail.
 
         ``reads``: the versions of the objects that the task has read, by path. ``own_paths``: the paths of the objects
         that the task declares. ``is_conditional``: whether the task captures or rolls back only if it is necessary;
@@ -434,7 +436,7 @@ class Approval:
         return [change["name"] for action in unneeded_actions for change in action["changes"]]
 
     def check_unchanged_again(self, number: int, reads: Mapping[str, str]) -> None:
-        """Raise Failure if others have changed an object that an approved action uses since ``find_entry``.
+        """Raise Failure if another client has changed an object of an approved action since ``find_entry``.
 
         ``number``: the number of approved actions before this one. ``reads``: the new versions of these objects, by
         path. The run has created or removed none of them since.
@@ -489,23 +491,23 @@ class Approval:
 
     def _check_unchanged(self, entry: Entry, versions: Mapping[str, str], matching: _Matching) -> None:
         if entry["gateway"] != self._gateway_id:
-            raise _create_unplanned_error("the plan was made for another gateway")
+            raise _create_unplanned_error("the plan was made for a different gateway")
         # The message is about the name of an object rather than its id.
         for path in sorted(entry["reads"], key=lambda path: bool(_ID_PATH_PATTERN.search(path))):
             if path in versions:
                 self._check_version(entry, path, versions[path], matching)
 
     def _check_unread_objects(self, entry: Entry, versions: Mapping[str, str], matching: _Matching) -> None:
-        """Compare the objects that only the check run has read, such as a volume that no longer has its name."""
+        """Compare the objects that only the check-mode run has read, such as a volume that no longer has its name."""
         for path in entry["reads"].keys() - versions.keys():
             real_path = _PLANNED_ID_PATTERN.sub(lambda m: matching.bindings.get(m[0], m[0]), path)
             if not _PLANNED_ID_PATTERN.search(real_path):
                 self._check_version(entry, path, self._read_version(real_path), matching)
 
     def _check_overwritten_files(self, planned: Iterable[Mapping[str, Any]], actual: Iterable[Action]) -> None:
-        """Check that an export overwrites only a snapshot that the file contained in the check run, or this run's own.
+        """Check that an export overwrites only the snapshot that the check-mode run found, or a snapshot of this run.
 
-        In a check run, earlier tasks write no files.
+        In a check-mode run, earlier tasks write no files.
         """
         for planned_action, action in zip(planned, actual):
             if action.verb != "export":
@@ -542,9 +544,7 @@ class Approval:
         else:
             is_same = matching.match_text(planned_ident, actual_ident)
         if not is_same:
-            raise _create_unplanned_error(
-                f"{_describe_path(path)} has been replaced by another one since the plan was made"
-            )
+            raise _create_unplanned_error(f"{_describe_path(path)} has been replaced since the plan was made")
         planned_number, actual_number = planned_parts.get("generation", ""), actual_parts.get("generation", "")
         if planned_number != actual_number:
             raise _create_unplanned_error(
@@ -558,9 +558,9 @@ class Approval:
             self._check_mounts(path, planned_parts["mounts"], actual_parts["mounts"])
 
     def _check_mounts(self, path: str, planned: str, actual: str) -> None:
-        """Compare the sandboxes that mount a volume, which are pairs of a name and ``ro`` or ``rw``.
+        """Compare the sandboxes that mount a volume, given as ``name:ro`` or ``name:rw``.
 
-        It makes no difference if some of them do not mount it any more.
+        Sandboxes that no longer mount the volume make no difference.
         """
         new_mounts = sorted({*actual.split(",")} - {*planned.split(","), ""})
         names = [each.rpartition(":")[0] for each in new_mounts]
@@ -572,7 +572,7 @@ class Approval:
             )
 
     def _describe_disappearance(self, path: str, planned: str, matching: _Matching) -> str:
-        """Return why no object has the planned name any more. ``planned``: its version when the plan was made."""
+        """Return how the object lost its name. ``planned``: its version when the plan was made."""
         ident = _parse_version(planned).get("id", "")
         ident = matching.bindings.get(ident, ident)
         has_id = not path.startswith("/volumes/") and _REAL_ID_PATTERN.fullmatch(ident)
@@ -618,7 +618,7 @@ class Approval:
         """
         added_names = actual - planned - self._created_names
         removed_names = planned - actual - pending_names - self._removed_names
-        # The snapshot of a volume that belongs to a sandbox's snapshot has the id of the latter.
+        # A volume snapshot that belongs to a sandbox snapshot has the sandbox snapshot's id.
         if other_names := sorted(
             name for name in added_names | removed_names if not is_planned_id(name.rpartition("@")[2])
         ):
@@ -651,7 +651,7 @@ def _drop_unnecessary_actions(
 def _drop_failing_actions(
     planned: Iterable[Mapping[str, Any]], actual: Iterable[Action], matching: _Matching
 ) -> list[Action]:
-    """Return the actions of a task without those that the plan does not contain, because they failed in the check run.
+    """Return the actions of a task, except those that the plan omits because they failed in the check-mode run.
 
     ``planned``: the actions in the plan, in the same order.
     """
@@ -674,7 +674,7 @@ def _check_no_actions(entry: Entry) -> None:
 
 
 class _Matching:
-    """Compares the values of a plan with those of a run, where each planned id stands for one real id."""
+    """Compares the values of a plan with the values of a run, where each planned id stands for one real id."""
 
     def __init__(self, bindings: Mapping[str, str], created_ids: Container[str]) -> None:
         self.bindings = dict(bindings)
@@ -718,7 +718,7 @@ class _Matching:
             self.bindings[planned_id] = real_id
         return self.bindings.get(planned_id) == real_id
 
-    def check_value(self, planned: Any, actual: Any, place: str, ignored_keys: Container[str] = ()) -> None:
+    def check_value(self, planned: Any, actual: Any, location: str, ignored_keys: Container[str] = ()) -> None:
         """Compare two values. Raises Failure, whose message names the first difference.
 
         ``ignored_keys``: keys of the outermost mappings that are not compared.
@@ -728,21 +728,21 @@ class _Matching:
                 if key in ignored_keys:
                     continue
                 if key not in planned or key not in actual:
-                    raise _create_difference_error(f"{place}.{key}", planned.get(key), actual.get(key))
-                self.check_value(planned[key], actual[key], f"{place}.{key}")
+                    raise _create_difference_error(f"{location}.{key}", planned.get(key), actual.get(key))
+                self.check_value(planned[key], actual[key], f"{location}.{key}")
         elif isinstance(planned, (list, tuple)) and isinstance(actual, (list, tuple)):
             if len(planned) != len(actual):
-                raise _create_difference_error(place, planned, actual)
+                raise _create_difference_error(location, planned, actual)
             for number, pair in enumerate(zip(planned, actual)):
-                self.check_value(*pair, f"{place}.{number}")
+                self.check_value(*pair, f"{location}.{number}")
         elif isinstance(planned, str) and planned.startswith(_HASH_PREFIX):
             if not _matches_hash(planned, self._substitute_planned_ids(actual)):
-                raise _create_unplanned_error(f"the secrets in {place} differ from those of the plan")
+                raise _create_unplanned_error(f"the secrets in {location} differ from the secrets in the plan")
         elif isinstance(planned, str) and isinstance(actual, str):
             if not self.match_text(planned, actual):
-                raise _create_difference_error(place, planned, actual)
+                raise _create_difference_error(location, planned, actual)
         elif planned != actual:
-            raise _create_difference_error(place, planned, actual)
+            raise _create_difference_error(location, planned, actual)
 
 
 def _create_unplanned_error(reason: str) -> Failure:
@@ -793,8 +793,8 @@ def _list_own_changes(action: Mapping[str, Any]) -> list[Mapping[str, Any]]:
     return [each for each in action["changes"] if action["verb"] != "capture" or each["after"] is not None]
 
 
-def _create_difference_error(place: str, planned: Any, actual: Any) -> Failure:
-    return _create_unplanned_error(f"{place} is {_shorten(actual)}, but {_shorten(planned)} in the plan")
+def _create_difference_error(location: str, planned: Any, actual: Any) -> Failure:
+    return _create_unplanned_error(f"{location} is {_shorten(actual)}, but {_shorten(planned)} in the plan")
 
 
 def _shorten(value: Any) -> str:

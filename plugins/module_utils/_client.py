@@ -144,7 +144,7 @@ class Client:
         """Carry out all further requests in the plan session of ``run``, which changes nothing on the host.
 
         Returns False if the gateway is too old to have plan sessions. ``opened_at``: when the sessions that earlier
-        tasks of the run have used were opened, by ``plan_key``. Raises Failure if the session was opened at another
+        tasks of the run have used were opened, by ``plan_key``. Raises Failure if the session was opened at a different
         time, because it does not contain what those tasks have planned. ``wait``: whether to wait while there are too
         many sessions.
         """
@@ -159,8 +159,8 @@ class Client:
         key = f"{self.gateway_id}/{plan['planID']}"
         if (opened_at or {}).get(key, plan["openedAt"]) != plan["openedAt"]:
             raise Failure(
-                f"the gateway at {self.address.url} was restarted during this check run, so it has forgotten what the "
-                "tasks before this one would have changed: start the check run again",
+                f"the gateway at {self.address.url} was restarted during this check-mode run, so it has forgotten what "
+                "the tasks before this one would have changed: start the check-mode run again",
                 "gone",
             )
         self.plan_key, self.plan_id, self.plan_opened_at = key, plan["planID"], plan["openedAt"]
@@ -178,8 +178,8 @@ class Client:
             if failure.kind != "too_old":
                 raise
             raise Failure(
-                f"the gateway at {self.address.url} is too old to apply plans: upgrade it with the role "
-                "grove.sandbox.gateway, or run the playbook without the plan",
+                f"the gateway at {self.address.url} is too old to apply plans: upgrade it with the "
+                "grove.sandbox.gateway role, or run the playbook without the plan",
                 "too_old",
             ) from None
         self.run_id, self.run_opened_at = applied_run["runID"], applied_run["openedAt"]
@@ -417,7 +417,7 @@ class Client:
             headers["Authorization"] = f"Bearer {self._token}"
         payload = None
         if self.session_path:
-            # In the path, because a proxy could remove a header, and the request would then change the host.
+            # The session is part of the path. A proxy could remove a header, and the request would change the host.
             target = self.address.prefix + self.session_path + to_session_ids(target[len(self.address.prefix) :])
         if body is not None:
             payload = to_session_ids(json.dumps(body)).encode()
@@ -524,7 +524,7 @@ class Client:
         problem = f"is version {version}" if version else f"does not support {request}"
         return Failure(
             f"the gateway at {self.address.url} {problem}, but this collection needs sandbox-gateway "
-            f"{required_version} or newer: upgrade it with the role grove.sandbox.gateway",
+            f"{required_version} or newer: upgrade it with the grove.sandbox.gateway role",
             "too_old",
         )
 

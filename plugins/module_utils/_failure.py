@@ -29,7 +29,7 @@ class Failure(Exception):
 
     The constructor removes control characters and truncates the message. ``status`` is the HTTP status of the
     gateway's response, or None if there was none. ``condition`` says when a predicted failure occurs, and is empty if
-    it always does. ``is_expected``: whether a check run predicts that the condition holds.
+    it always does. ``is_expected``: whether a check-mode run predicts that the condition holds.
     """
 
     condition = ""

@@ -200,7 +200,7 @@ def _list_forks(client: Client, snapshot: str) -> Iterator[dict[str, Any]]:
 
 
 def _is_complete(want: DesiredState, existing_forks: Mapping[str, Mapping[str, Any]]) -> bool:
-    """Return whether all requested siblings are alive and of the requested sizes: the plan then needs no other data."""
+    """Return whether all requested siblings are alive and have the requested sizes, so that no other data is needed."""
     return bool(existing_forks) and all(
         name in existing_forks
         and not _is_dead(existing_forks[name])
@@ -291,7 +291,7 @@ def _create_foreign_sandbox_error(want: DesiredState, name: str, current_shape: 
     remedy = (
         "set recreate: true to replace it, which loses its contents, or choose another name"
         if want.state == "present"
-        else "to remove it, use the module grove.sandbox.sandbox"
+        else "to remove it, use the grove.sandbox.sandbox module"
     )
     return Failure(
         f"sandbox {name!r} exists but is not a fork of {want.source_kind} {want.source!r} (it was created from "

@@ -89,7 +89,7 @@ def check_no_overlap(paths: Iterable[str]) -> None:
 
 
 def is_inside(path: str, directory: str) -> bool:
-    """Return whether ``path`` is ``directory`` or is below it."""
+    """Return whether ``path`` is ``directory`` or is inside it."""
     return path == directory or path.startswith(directory + "/")
 
 
@@ -103,14 +103,14 @@ def find_volumes(
 
 
 def list_mounted_paths(mounts: tuple[Mount, ...] | None, source: Mapping[str, Any] | None) -> list[str]:
-    """Return the paths of the volumes that a fork of ``source`` mounts: those of the source if ``mounts`` is None."""
+    """Return the API paths of the volumes that a fork mounts: the volumes of ``source`` if ``mounts`` is None."""
     if mounts is not None:
         return list_volume_paths(mount.volume for mount in mounts)
     return list_volume_paths(each["name"] for each in (source or {}).get("mounts", ()))
 
 
 def list_volume_paths(names: Iterable[str]) -> list[str]:
-    """Return the paths of volumes in the API."""
+    """Return the API paths of volumes."""
     return [f"/volumes/{quote_segment(name)}" for name in names]
 
 

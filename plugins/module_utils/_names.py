@@ -16,7 +16,7 @@ _LIST_PATHS = {"sandbox": "/sandboxes", "snapshot": "/snapshots", "template": "/
 
 
 def find_taken_names(client: Client, names: Iterable[str], *, excluded_kind: str) -> dict[str, str]:
-    """Return ``{name: kind}`` for the ``names`` that resources of other kinds have. Without names, sends no request."""
+    """Return ``{name: kind}`` for the ``names`` that other kinds of resources use. Without names, sends no request."""
     requested_names = set(names)
     if not requested_names:
         return {}

@@ -59,7 +59,7 @@ class Action:
     """One step of a plan. ``request`` contains the arguments that ``apply`` needs for ``verb``.
 
     ``condition``: "only if …" with the condition under which the run takes this step; empty if it always does.
-    ``is_expected``: whether a check run predicts that the condition holds.
+    ``is_expected``: whether a check-mode run predicts that the condition holds.
     """
 
     verb: str
@@ -73,7 +73,7 @@ class Action:
 class Plan:
     """The actions, in order, and the failures of refused resources by name.
 
-    ``unexpected_failures``: those whose condition does not hold, as a check run predicts.
+    ``unexpected_failures``: failures under conditions that a check-mode run expects not to hold.
     """
 
     actions: tuple[Action, ...] = ()
@@ -82,7 +82,7 @@ class Plan:
 
 
 class Planner:
-    """Builds a plan one resource at a time. A refused resource does not affect the actions of the others."""
+    """Builds a plan one resource at a time. A refused resource does not affect the actions of other resources."""
 
     def __init__(self) -> None:
         self._actions: list[Action] = []
@@ -152,7 +152,7 @@ def fill_values_from_session(
         }
         result[name] = {**shape, **values}
         # The prediction assumes that the guest does not write between the action and the end of the task, and that the
-        # volumes of a snapshot remain: the gateway removes a clone that no sandbox mounts any more.
+        # volumes of a snapshot remain: the gateway removes a clone that is no longer mounted.
         result[name].update(
             (key, planned_shape[key]) for key in ("diverged", "mounts") if key in shape.keys() & planned_shape
         )
@@ -229,7 +229,7 @@ def stringify_values(values: Mapping[str, Any] | None, option: str) -> dict[str,
     result = {}
     for key, value in values.items():
         if value is None:
-            # In a check run, the value may be one that only the run can know.
+            # In a check-mode run, the value may be one that only the run can know.
             with failures_conditional(f"only if {option}.{key} is null in the run, too"):
                 raise Failure(
                     f"{option}.{key} is null, but must be a string, a number or a boolean. In check mode, the address "

@@ -42,15 +42,17 @@ def create_in_use_error(kind: str, name: str, users: Mapping[str, Sequence[str]]
         for user_kind, names in users.items()
     )
     return Failure(
-        f"{kind} {name!r} is in use by {users_text}: remove them first, or set when_unused: true to hide it now "
-        "and remove it with its last user",
+        f"{kind} {name!r} is in use by {users_text}: remove them first, or set when_unused: true to hide it now and "
+        "remove it once it is unused",
         "in_use",
         blockers=[name for names in users.values() for name in names],
     )
 
 
 def create_template_not_ready_error(name: str) -> Failure:
-    return Failure(f"template {name!r} is being built and cannot be removed yet: wait until the build ends", "conflict")
+    return Failure(
+        f"template {name!r} is being built and cannot be removed yet: wait until the build has finished", "conflict"
+    )
 
 
 def create_sizes_differ_error(source: str, sizes: Iterable[str]) -> Failure:
@@ -68,8 +70,8 @@ def create_disk_too_small_error(size: int, source: int) -> Failure:
 
 def create_paused_for_capture_error(name: str, ident: str) -> Failure:
     return Failure(
-        f"sandbox {name!r} is paused and cannot be captured: resume it first, with the module "
-        "grove.sandbox.sandbox and state: running",
+        f"sandbox {name!r} is paused and cannot be captured: resume it first, with the grove.sandbox.sandbox "
+        "module and state: running",
         "conflict",
         blockers=[ident],
     )
@@ -78,7 +80,7 @@ def create_paused_for_capture_error(name: str, ident: str) -> Failure:
 def create_paused_for_attach_error(name: str, ident: str) -> Failure:
     return Failure(
         f"sandbox {name!r} is paused, but a volume can be attached only to a running sandbox: resume it "
-        "first, with the module grove.sandbox.sandbox and state: running",
+        "first, with the grove.sandbox.sandbox module and state: running",
         "conflict",
         blockers=[ident],
     )
@@ -93,7 +95,7 @@ def create_prewarm_without_memory_error(kind: str, name: str) -> Failure:
 
 def create_volume_not_found_error(name: str) -> Failure:
     return Failure(
-        f"volume {name!r} not found: create it first, with the module grove.sandbox.sandbox_volume", "not_found"
+        f"volume {name!r} not found: create it first, with the grove.sandbox.sandbox_volume module", "not_found"
     )
 
 
@@ -109,7 +111,7 @@ def create_volumes_lost_error(source: str, volumes: Sequence[str]) -> Failure:
 def create_volume_not_mounted_error(volume: str, sandbox: str, ident: str) -> Failure:
     return Failure(
         f"volume {volume!r} is not mounted in sandbox {sandbox!r}, so a snapshot of the sandbox cannot include it: "
-        "attach it first, or take a snapshot of the volume alone with the module grove.sandbox.sandbox_volume",
+        "attach it first, or take a snapshot of the volume alone with the grove.sandbox.sandbox_volume module",
         blockers=[ident],
     )
 
@@ -161,7 +163,8 @@ def create_path_not_allowed_error(path: str, max_length: int) -> Failure:
 
 def create_system_path_error(path: str) -> Failure:
     return Failure(
-        f"a volume cannot be mounted at {path!r}, which the system needs: use another path, for example below /srv"
+        f"a volume cannot be mounted at {path!r}, which the system needs: choose a different path, for example under "
+        "/srv"
     )
 
 

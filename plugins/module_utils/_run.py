@@ -4,7 +4,7 @@
 
 """Run a module or action plugin: observe, plan, apply the plan, and report.
 
-A check run applies the plan in a plan session, if the gateway has one. Otherwise, check mode ends after planning.
+A check-mode run applies the plan in a plan session, if the gateway has one. Otherwise, check mode ends after planning.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ OPENED_KEY = "_plan_opened"
 """The key of a result for the action plugin: the key of the plan session, and when it was opened."""
 _OBJECT_PATHS = ("/sandboxes/", "/snapshots/", "/templates/", "/volumes/")
 _USER_KEYS = ("metadata", "envVars")
-"""The keys in the body of a request whose values can be any text of the user. They name no objects."""
+"""The keys in a request body whose values can be any text that the user chooses. They name no objects."""
 _REMOVED_KEYS = ("name", "description", "source_sandbox_id", "status", "volumes")
 """The keys with which an entry describes a snapshot that a retention rule removes."""
 _RACE_WAIT_SECONDS = 0.2
@@ -70,7 +70,7 @@ CONDITIONAL_OPTIONS = ("when_changed", "unless_clean")
 def run(
     resource_kind: ResourceKind, params: Mapping[str, Any], *, check_mode: bool, client: Client | None = None
 ) -> dict[str, Any]:
-    """Make the changes that ``params`` request, or predict them in ``check_mode``: in a plan session if there is one.
+    """Make the changes that ``params`` request. In ``check_mode``, predict them, using a plan session if there is one.
 
     Returns the module's result. Errors that a user can cause are reported in ``failed`` and ``failure`` and do not
     raise an exception. The result has a ``diff``, unless ``resource_kind`` is a Listing.
@@ -125,7 +125,7 @@ def _enter_run(client: Client, approved_plan: Mapping[str, Any]) -> None:
     if approved_plan["opened_at"].get(_make_run_key(client), client.run_opened_at) != client.run_opened_at:
         raise Failure(
             "the gateway was restarted during this run, so it no longer knows which changes are the run's own: this "
-            "task changed nothing. Make a new plan with a check run",
+            "task changed nothing. Make a new plan with a check-mode run",
             "not_planned",
         )
 
@@ -164,7 +164,7 @@ class _Run:
         self.failures: dict[str, Failure] = {}
         self.completed_actions: list[Action] = []
         self.planned_actions: list[Action] = []
-        """The actions that a plan file contains: all that did not fail, even if a check run does not expect them."""
+        """The actions for the plan file: all that did not fail, even if a check-mode run does not expect them."""
         self._taken_ids: list[str] = []
         self._mounted_paths: set[str] = set()
         """The paths of the volumes that the task mounts, or captures or rolls back with a sandbox."""
@@ -278,7 +278,7 @@ class _Run:
         return self._compute_version(path, self.client.find(path, **query), is_removed=is_removed)
 
     def _compare_again(self, approval: Approval, reads: Mapping[str, str], number: int, action: Action) -> None:
-        """Raise Failure if others have changed an object of an action while the task carried out the earlier ones.
+        """Raise Failure if another client has changed an object of ``action`` during the task's earlier actions.
 
         Sends a request for each object. ``number``: the number of actions before this one. ``reads``: see
         ``_list_reads``.
@@ -294,7 +294,7 @@ class _Run:
         paths_by_object: dict[tuple[str, str], list[str]] = {}
         for path, version in reads.items():
             kind, ref = path.split("/")[1:3]
-            # Those that did not exist are created by this task, or must not exist, which the gateway checks.
+            # An object that did not exist is created by this task, or must not exist, which the gateway checks.
             is_used = (
                 ref in refs or path in removed_paths or (action.verb == "rollback" and path in self._mounted_paths)
             )
@@ -455,7 +455,7 @@ class _Run:
     def _apply(
         self, actions: Iterable[Action], check: Callable[[int, Action], None] = lambda _number, _action: None
     ) -> None:
-        """Carry out actions. ``check`` is called with the number of each one before it, and can raise Failure."""
+        """Carry out the actions. Before each action, calls ``check`` with its number; ``check`` can raise Failure."""
         for number, action in enumerate(actions):
             names = [change.name for change in action.changes]
             if any(name in self.failures for name in names):
@@ -479,7 +479,7 @@ class _Run:
                 return
 
     def _list_series(self, action: Action) -> dict[str, dict[str, Any]]:
-        """Return, in a check run, the snapshots to which the retention rule of a new snapshot applies, by name."""
+        """Return, in a check-mode run, the snapshots to which the retention rule of a new snapshot applies, by name."""
         if not self.client.is_planning or not action.request.get("body", {}).get("retention"):
             return {}
         snapshots = self.client.list_all("/snapshots", sandboxID=action.request["sandbox"])
@@ -487,7 +487,7 @@ class _Run:
         return {shape["name"] or shape["id"]: shape for shape in shapes}
 
     def _add_removals(self, action: Action, series: Mapping[str, Mapping[str, Any]]) -> Action:
-        """Return an action with the removals of the snapshots that its retention rule does not keep.
+        """Return the action with a removal for each snapshot that its retention rule does not keep.
 
         ``series``: the snapshots before the action.
         """
@@ -559,7 +559,7 @@ class _Run:
 
 
 def _list_removed_templates(action: Action) -> set[str]:
-    """Return the path with the users of the template that an action removes. No other path has them."""
+    """Return the path at which the gateway lists the users of each template that an action removes."""
     return {
         action.request["path"].replace("/templates/", "/snapshots/", 1)
         for change in action.changes

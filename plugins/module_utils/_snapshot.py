@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -135,8 +136,12 @@ def parse_desired_state(params: Mapping[str, Any]) -> DesiredState:
         )
     if len(sandbox_refs) == 1:
         sandbox_refs = sandbox_refs * len(names)
-    if params.get("when_changed") and len(set(sandbox_refs)) < len(sandbox_refs):
-        raise Failure("with when_changed, a sandbox can be captured under only one name: list each sandbox once")
+    repeated_refs = [ref for ref, count in Counter(sandbox_refs).items() if count > 1]
+    if params.get("when_changed") and repeated_refs:
+        raise Failure(
+            f"when_changed allows only one snapshot for each sandbox, but several names are set for "
+            f"{', '.join(map(repr, repeated_refs))}: set one name for each sandbox, or omit when_changed"
+        )
     return DesiredState(
         names=names,
         state=params["state"],
@@ -315,7 +320,7 @@ def _plan_export(
     if current_view["volumes"]:
         raise Failure(
             f"snapshot {name!r} includes volumes, which a file cannot contain: take a snapshot without volumes, and "
-            "export that",
+            "export that one",
             "unsupported",
         )
     if current_shape is not None and have.file is not None and _is_exported(current_shape, have.file):

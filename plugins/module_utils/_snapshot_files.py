@@ -35,10 +35,10 @@ PRIVATE_MODE = 0o600
 
 @dataclass(frozen=True)
 class SnapshotFile:
-    """A file with a snapshot.
+    """A file that contains a snapshot.
 
-    ``head``: its beginning, which contains the manifest. ``is_complete``: whether it has an end. ``mode``: its
-    permissions.
+    ``head``: the beginning of the file, which contains the manifest. ``is_complete``: whether the file has its final
+    record. ``mode``: the permissions of the file.
     """
 
     manifest: dict[str, Any]
@@ -60,7 +60,7 @@ class SnapshotFile:
 
 
 def read_snapshot_file(path: str) -> SnapshotFile | None:
-    """Return what a file says about its snapshot, or None if the file does not exist. Raises Failure."""
+    """Read which snapshot a file contains. Returns None if the file does not exist. Raises Failure."""
     try:
         with Path(path).open("rb") as file:
             return _read(path, file)
@@ -98,7 +98,7 @@ def _read(path: str, file: BinaryIO) -> SnapshotFile:
 
 
 def _has_end(descriptor: int) -> bool:
-    """Return whether a file ends with the record that ends a snapshot file."""
+    """Return whether a file has the final record of a snapshot file."""
     start = os.fstat(descriptor).st_size - _RECORD.size - _END_BYTES
     return start >= 0 and os.pread(descriptor, _RECORD.size, start) == _RECORD.pack(b"E", _END_BYTES)
 
@@ -140,7 +140,7 @@ def make_private(path: str) -> None:
 
 @contextlib.contextmanager
 def new_file_opened(path: str) -> Iterator[Callable[[bytes], None]]:
-    """Yield a function that writes a snapshot file, which replaces ``path`` if the context ends without an error.
+    """Yield a function that writes a snapshot file. The file replaces ``path`` if the context exits without an error.
 
     Until then, the contents are in the file `.NAME.partial`, which only its owner can read. If an export is killed, the
     next one reuses this file. Raises Failure, for example if the end of the snapshot file is missing.
@@ -190,7 +190,7 @@ def _open_partial_file(path: Path) -> int:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
             if not is_new:
                 _require_own_file(path, descriptor)
-            # An export that has just ended may have removed or renamed the file.
+            # An export that has just finished may have removed or renamed the file.
             with contextlib.suppress(FileNotFoundError):
                 if os.path.samestat(path.lstat(), os.fstat(descriptor)):
                     os.fchmod(descriptor, PRIVATE_MODE)

@@ -300,8 +300,8 @@ class _VolumePlan:
         ]
         if self.owner_id and surplus_attachments and len(surplus_attachments) == len(self._current_view["attachments"]):
             raise Failure(
-                f"volume {self.name!r} is a private clone for sandbox {self.owner_id} and is removed with its "
-                "last attachment: keep this attachment, or remove the volume with state: absent and attachments: []",
+                f"volume {self.name!r} is a private clone for sandbox {self.owner_id}, and detaching it from its last "
+                "sandbox removes it: keep this attachment, or remove the volume with state: absent and attachments: []",
                 "conflict",
                 blockers=[self.owner_id],
             )
@@ -419,7 +419,7 @@ def _plan_removal(want: DesiredState, name: str, current_shape: Mapping[str, Any
             after = None
         actions.append(Action("detach", (Change(name, before, after, VOLUME),), {"sandbox": entry["sandbox_id"]}))
         if after is None:
-            # The gateway removes a sandbox's private clone with its last attachment.
+            # The gateway removes a sandbox's private clone when its last attachment is removed.
             return actions
         before = after
     request = {"with_snapshots": want.purge}

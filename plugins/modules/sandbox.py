@@ -133,7 +133,7 @@ options:
     default: false
   continue_on_error:
     description:
-      - By default, nothing is changed if one name is invalid, and the task ends at the first action that fails.
+      - By default, nothing is changed if any name is invalid, and the task stops at the first action that fails.
       - If V(true), every name is tried, and RV(outcomes) contains each result. The task fails if any action failed.
     type: bool
     default: false
@@ -141,8 +141,8 @@ attributes:
   check_mode:
     support: partial
     details:
-      - Failures that only the run can detect are not predicted, namely a machine that does not start. If the gateway's
-        host is almost full, check mode can only estimate whether there is room.
+      - Check mode cannot predict that a machine fails to start. If the gateway's host is almost full, it can only
+        estimate whether there is room.
 extends_documentation_fragment:
   - grove.sandbox.gateway
   - grove.sandbox.attributes

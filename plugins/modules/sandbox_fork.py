@@ -23,8 +23,8 @@ options:
     type: str
   sandbox:
     description:
-      - The sandbox to clone, by name or id. If siblings are missing, its current state is captured, and the
-        capture is removed with the last clone.
+      - The sandbox to clone, by name or id. If siblings are missing, its current state is captured. The capture is
+        removed when the last clone is removed.
     type: str
   state:
     description:
@@ -125,7 +125,7 @@ options:
           - Whether each new sibling gets its own clone of the volume's capture in the snapshot, instead of the shared
             volume. The snapshot must include a capture of this volume; a sandbox to clone must have the volume
             mounted.
-          - The gateway chooses the name of the clone, and removes it when no sandbox uses it any more.
+          - The gateway chooses the name of the clone, and removes the clone once no sandbox uses it.
         type: bool
         default: false
   recreate:
@@ -136,7 +136,7 @@ options:
     default: false
   continue_on_error:
     description:
-      - By default, nothing is changed if one name is invalid, and the task ends at the first action that fails.
+      - By default, nothing is changed if any name is invalid, and the task stops at the first action that fails.
       - If V(true), every name is tried, and RV(outcomes) contains each result. The task fails if any action failed.
     type: bool
     default: false
@@ -144,8 +144,8 @@ attributes:
   check_mode:
     support: partial
     details:
-      - Failures that only the run can detect are not predicted, namely a machine that does not start. If the gateway's
-        host is almost full, check mode can only estimate whether there is room.
+      - Check mode cannot predict that a machine fails to start. If the gateway's host is almost full, it can only
+        estimate whether there is room.
 extends_documentation_fragment:
   - grove.sandbox.gateway
   - grove.sandbox.attributes

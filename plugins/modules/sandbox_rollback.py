@@ -42,7 +42,7 @@ options:
     elements: str
   continue_on_error:
     description:
-      - By default, nothing is changed if one name is invalid, and the task ends at the first action that fails.
+      - By default, nothing is changed if any name is invalid, and the task stops at the first action that fails.
       - If V(true), every name is tried, and RV(outcomes) contains each result. The task fails if any action failed.
     type: bool
     default: false
@@ -52,10 +52,10 @@ attributes:
     details:
       - With O(unless_clean=true), check mode cannot know whether a running sandbox will have diverged by then. If the
         sandbox's disk does not show that it has diverged, check mode predicts no rollback. If an earlier task of the
-        check run has changed the sandbox, check mode predicts the rollback. In both cases, the plan contains the
+        check-mode run has changed the sandbox, check mode predicts the rollback. In both cases, the plan contains the
         rollback, and shows that it depends on whether the sandbox has diverged.
-      - Failures that only the run can detect are not predicted, namely a machine that does not start. If the gateway's
-        host is almost full, check mode can only estimate whether there is room.
+      - Check mode cannot predict that a machine fails to start. If the gateway's host is almost full, it can only
+        estimate whether there is room.
   idempotent:
     support: partial
     details:

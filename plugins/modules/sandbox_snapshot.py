@@ -123,12 +123,12 @@ options:
   when_unused:
     description:
       - By default, O(state=absent) fails if the snapshot is in use. The message lists the resources that use it.
-      - If V(true), the snapshot is hidden now and removed with the last sandbox that was created from it.
+      - If V(true), the snapshot is hidden now and removed when its last sandbox is removed.
     type: bool
     default: false
   continue_on_error:
     description:
-      - By default, nothing is changed if one name is invalid, and the task ends at the first action that fails.
+      - By default, nothing is changed if any name is invalid, and the task stops at the first action that fails.
       - If V(true), every name is tried, and RV(outcomes) contains each result. The task fails if any action failed.
     type: bool
     default: false
@@ -141,7 +141,7 @@ attributes:
     details:
       - With O(when_changed=true), check mode cannot know whether a running sandbox will have diverged by then. If the
         sandbox's disk does not show that it has diverged, check mode predicts no snapshot. If an earlier task of the
-        check run has changed the sandbox, check mode predicts the snapshot. In both cases, the plan contains the
+        check-mode run has changed the sandbox, check mode predicts the snapshot. In both cases, the plan contains the
         snapshot, and shows that it depends on whether the sandbox has diverged.
       - Check mode does not know which files and directories earlier tasks of the run create. It predicts an import from
         the file that exists now. If O(import_from) does not exist, it refuses the task, and the plan shows that this

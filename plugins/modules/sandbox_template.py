@@ -14,7 +14,7 @@ description:
   - Ensures that the named templates exist and are built from the given recipe, or that they do not exist.
   - The recipe is compared as a whole, and options that a task does not set have their default values. If the recipe is
     unchanged, nothing is built. A changed recipe builds a new template, which then takes over the name. Sandboxes
-    created from the old template keep running, and the old template is removed with the last of these sandboxes.
+    created from the old template keep running. The old template is removed when the last of them is removed.
   - Every template also contains an agent and settings that come with the gateway. An upgrade of the gateway that
     changes them makes the template outdated. Outdated templates are rebuilt, unless O(rebuild_outdated=false).
   - The module waits for the build. If the build fails, the message shows the end of its log.
@@ -139,12 +139,12 @@ options:
   when_unused:
     description:
       - By default, O(state=absent) fails if the template is in use. The message lists the resources that use it.
-      - If V(true), the template is hidden now and removed with the last sandbox that was created from it.
+      - If V(true), the template is hidden now and removed when its last sandbox is removed.
     type: bool
     default: false
   continue_on_error:
     description:
-      - By default, nothing is changed if one name is invalid, and the task ends at the first action that fails.
+      - By default, nothing is changed if any name is invalid, and the task stops at the first action that fails.
       - If V(true), every name is tried, and RV(outcomes) contains each result. The task fails if any action failed.
     type: bool
     default: false
@@ -155,11 +155,11 @@ attributes:
   check_mode:
     support: partial
     details:
-      - Failures that only the run can detect are not predicted, namely a build that fails. If the gateway's host is
-        almost full, check mode can only estimate whether there is room for the build.
-      - A O(path) or an O(image) that does not exist is predicted in C(ansible-playbook --check), but only if the API
-        key has the scope V(admin) or the module uses the gateway's socket. For other keys, the gateway does not read
-        them.
+      - Check mode cannot predict that a build fails. If the gateway's host is almost full, it can only estimate whether
+        there is room for the build.
+      - C(ansible-playbook --check) detects that O(path) or O(image) does not exist, but only if the API key has the
+        scope V(admin) or the module uses the gateway's socket. For other keys, the gateway does not read the path or
+        the image.
 author:
   - The grove.sandbox authors (@grove-sandbox)
 seealso:
@@ -231,7 +231,7 @@ templates:
     digest: {description: Digest of its recipe., type: str}
     outdated:
       description:
-        - Whether it was built by a version of the gateway with another agent or other settings.
+        - Whether it was built by a version of the gateway with a different agent or different settings.
         - V(null) if the gateway cannot determine it.
       type: bool
     recipe: {description: "Its recipe in canonical form, with the names of this module's options.", type: dict}
@@ -243,7 +243,7 @@ templates:
     forks: {description: Number of existing sandboxes that were created from it., type: int}
     prewarm: {description: Number of its forks that the gateway keeps ready., type: int}
     created_at: {description: Time of creation (RFC 3339)., type: str}
-    updated_at: {description: Time of the last change of its record (RFC 3339)., type: str}
+    updated_at: {description: Time of the last change to its record (RFC 3339)., type: str}
 template:
   description: The only entry of RV(templates), or V(null) if the template does not exist.
   returned: if one name is given

@@ -68,7 +68,7 @@ templates:
     digest: {description: Digest of its recipe., type: str}
     outdated:
       description:
-        - Whether it was built by a version of the gateway with another agent or other settings.
+        - Whether it was built by a version of the gateway with a different agent or different settings.
         - V(null) if the gateway cannot determine it.
       type: bool
     recipe: {description: "Its recipe in canonical form, with the names of this module's options.", type: dict}
@@ -80,7 +80,7 @@ templates:
     forks: {description: Number of existing sandboxes that were created from it., type: int}
     prewarm: {description: Number of its forks that the gateway keeps ready., type: int}
     created_at: {description: Time of creation (RFC 3339)., type: str}
-    updated_at: {description: Time of the last change of its record (RFC 3339)., type: str}
+    updated_at: {description: Time of the last change to its record (RFC 3339)., type: str}
 failure:
   description: The failure in machine-readable form.
   returned: failure

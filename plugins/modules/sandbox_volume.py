@@ -96,7 +96,7 @@ options:
     default: false
   continue_on_error:
     description:
-      - By default, nothing is changed if one name is invalid, and the task ends at the first action that fails.
+      - By default, nothing is changed if any name is invalid, and the task stops at the first action that fails.
       - If V(true), every name is tried, and RV(outcomes) contains each result. The task fails if any action failed.
     type: bool
     default: false
@@ -107,8 +107,8 @@ attributes:
   check_mode:
     support: partial
     details:
-      - Failures whose cause only the gateway's host can find are not predicted. On a jail host, an example is the
-        removal of a volume or a snapshot that another program has cloned.
+      - Check mode cannot predict failures that only the gateway's host can detect. For example, a volume or snapshot on
+        a jail host cannot be removed if another program has cloned it.
   idempotent:
     support: partial
     details:
@@ -195,7 +195,7 @@ volumes:
     from_snapshot: {description: Id of the volume snapshot it was created from; empty for none., type: str}
     owner_sandbox_id:
       description:
-        - The sandbox for which it was cloned; the clone is removed with its last attachment. Empty for other volumes.
+        - The sandbox for which it was cloned, or empty. A clone is removed when its last attachment is removed.
       type: str
     stuck:
       description: Messages about unmounts that fail on the host and that the gateway retries.

@@ -79,7 +79,7 @@ volumes:
     from_snapshot: {description: Id of the volume snapshot it was created from; empty for none., type: str}
     owner_sandbox_id:
       description:
-        - The sandbox for which it was cloned; the clone is removed with its last attachment. Empty for other volumes.
+        - The sandbox for which it was cloned, or empty. A clone is removed when its last attachment is removed.
       type: str
     stuck:
       description: Messages about unmounts that fail on the host and that the gateway retries.

@@ -53,7 +53,7 @@ _NO_LOG_REASON = "it has no_log, so its plan must not be saved"
 
 
 def _is_always_in_check_mode(task: Task, templar: Templar, task_vars: dict[str, Any]) -> bool:
-    """Return whether a task in check mode would be in check mode in a real run too, because a keyword says so.
+    """Return whether a keyword puts the task in check mode even in a real run.
 
     The innermost keyword takes precedence. Facts and registered results have the values of this run.
     """
@@ -75,6 +75,18 @@ def _is_always_in_check_mode(task: Task, templar: Templar, task_vars: dict[str, 
         return bool(boolean(value))
     except (AnsibleError, TypeError):  # The value cannot be known, so later tasks must see the changes.
         return False
+
+
+def _create_untrusted_destination_error(option: str, value: Any) -> Failure:
+    """Return the error for an entry of DESTINATION_OPTIONS whose value comes from a task result."""
+    remedies = [f"set {option} using only inventory variables, play variables or -e"]
+    if option == "gateway_url":
+        remedies.append(f"set the environment variable {URL_VARIABLE} of the control node to this URL")
+    remedies.append("set gateway_token in this task")
+    return Failure(
+        f"{option} of this task is {str(value)[:200]!r}, which comes from a fact or another task result, so the key in "
+        f"the environment variable {TOKEN_VARIABLE} is not used: {', or '.join(remedies)}"
+    )
 
 
 class GatewayAction(ActionBase):
@@ -100,7 +112,7 @@ class GatewayAction(ActionBase):
                 result.update(make_failure_result(failure))
             else:
                 self._run_task(result, args, task_vars)
-        # The result contains text from gateways and sandboxes, which must not be evaluated as a template.
+        # The result contains text from gateways and sandboxes, which must not be evaluated as a Jinja template.
         return dict(wrap_var(result))
 
     def _run_task(self, result: dict[str, Any], args: dict[str, Any], task_vars: dict[str, Any]) -> None:
@@ -125,7 +137,7 @@ class GatewayAction(ActionBase):
         try:
             result.update(self._run_as_module(args, task_vars))
         except AnsibleActionSkip:
-            # Only the check run skips the task.
+            # Only the check-mode run skips the task.
             self._record_plan({"changed": True}, args, task_vars, is_in_sandbox=True)
             raise
         for key in (SESSION_KEY, PLAN_KEY):
@@ -159,12 +171,12 @@ class GatewayAction(ActionBase):
     def _find_approval(self, task_vars: dict[str, Any], stack: contextlib.ExitStack) -> dict[str, Any]:
         """Return the option with this task's entries of the applied plan, if the run applies one. Raises Failure.
 
-        Until ``stack`` ends, no other host can use these entries.
+        Until ``stack`` exits, no other host can use these entries.
         """
         if isinstance(self.resource_kind, Listing) or (plan := load_applied_plan()) is None:
             return {}
         if _check_run.is_check_run():
-            raise Failure("a check run cannot apply a plan: run the playbook without --check, or without the plan")
+            raise Failure("a check-mode run cannot apply a plan: run the playbook without --check, or without the plan")
         if self._task.check_mode:
             return {}
         if self._task.async_val:
@@ -197,7 +209,7 @@ class GatewayAction(ActionBase):
     def _record_plan(
         self, result: dict[str, Any], args: dict[str, Any], task_vars: dict[str, Any], *, is_in_sandbox: bool = False
     ) -> None:
-        """Add the task to the plan of a check run, or record the entry of the applied plan that it has used."""
+        """Add the task to the plan of a check-mode run, or record the entry of the applied plan that it has used."""
         entry = result.pop(PLAN_KEY, None)
         if args.get("approved_plan") is not None:
             if entry is not None:
@@ -211,7 +223,7 @@ class GatewayAction(ActionBase):
                 _plan_journal.add_entry({**task, "problem": problem})
 
     def _find_problem(self, entry: dict[str, Any] | None, result: dict[str, Any], *, is_in_sandbox: bool) -> str:
-        """Return why the plan of a check run cannot contain the task, or "" if a run would not change anything."""
+        """Return why the plan of a check-mode run cannot contain the task, or "" if a run would not change anything."""
         if entry is not None:
             # Even an entry without changes contains names that no_log hides.
             is_needed = entry["actions"] or entry["failure"] is not None or entry["unknown"]
@@ -220,7 +232,7 @@ class GatewayAction(ActionBase):
             reason = "its module runs inside a sandbox, which can report anything: add delegate_to: localhost"
             return reason if self._task.check_mode or result.get("changed") else ""
         if not self._task.check_mode:
-            reason = "it has check_mode: false, so it made its changes during the check run"
+            reason = "it has check_mode: false, so it made its changes during the check-mode run"
             return reason if result.get("changed") else ""
         if self._task.async_val:
             return "it is asynchronous"
@@ -231,7 +243,7 @@ class GatewayAction(ActionBase):
         return result.get("msg") or "the gateway is too old to have plan sessions"
 
     def _make_task_key(self, task_vars: dict[str, Any]) -> dict[str, str]:
-        """Return the host and the place of this task, by which a run finds its entry in the plan of a check run."""
+        """Return the host and the location of this task, which identify its entry in the plan of a check-mode run."""
         path, _separator, line = (self._task.get_path() or "").rpartition(":")
         role = self._task._role
         if path:
@@ -268,14 +280,7 @@ class GatewayAction(ActionBase):
                 else task.has_option(option, value)
             )
             if not is_from_operator:
-                shown_value = repr(str(value)[:200])
-                raise Failure(
-                    f"{option} of this task is {shown_value}, which comes from a fact or another task result, so "
-                    f"the key in the environment variable {TOKEN_VARIABLE} is not sent there. Pass "
-                    "gateway_token in the task, "
-                    f"together with gateway_url; or set the environment variable {URL_VARIABLE} to the "
-                    f"gateway; or set {option} using only inventory variables, play variables or -e"
-                )
+                raise _create_untrusted_destination_error(option, value)
 
     def _can_run_in_process(self, args: dict[str, Any]) -> bool:
         """Return whether this process reaches the same gateway that the module would reach on the managed host."""

@@ -2,7 +2,7 @@
 # GNU General Public License v3.0+ (see COPYING or https://www.gnu.org/licenses/gpl-3.0.txt)
 # SPDX-License-Identifier: GPL-3.0-or-later
 
-"""The plan session of a check run (`ansible-playbook --check`), which all plugins of the run share."""
+"""The plan session of a check-mode run (`ansible-playbook --check`), which all plugins of the run share."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ _END_TIMEOUT_SECONDS = 5
 
 
 class PlannedMachineSkip(AnsibleActionSkip, AnsibleConnectionFailure):
-    """Skips a task, because its machine does not run yet: only the plan, or the task itself, would start it.
+    """Skips a task whose machine does not run yet: only the planned changes, or the task itself, would start it.
 
     It is also a connection failure, because some action plugins (such as `fetch`) re-raise only connection failures.
     """
@@ -59,7 +59,7 @@ def record_session() -> None:
 
 
 def has_session() -> bool:
-    """Return whether a task of this check run has used a plan session, so that there can be predicted sandboxes.
+    """Return whether a task of this check-mode run has used a plan session, so that there can be predicted sandboxes.
 
     Gateways keep few sessions, so runs that do not need one must not open one.
     """
@@ -111,7 +111,7 @@ def enter_session(client: Client) -> bool:
         if not client.enter_plan(make_run_name(), read_openings(), wait=False):
             return False
     except Failure as failure:
-        # There is no room for another session of this key, so no task of this run has one.
+        # This key cannot have another session, so no task of this run has one.
         if failure.kind == "busy":
             return False
         raise
@@ -140,7 +140,7 @@ def record_open_session(session: dict[str, Any]) -> None:
 
 
 def record_run_session(gateway: dict[str, Any]) -> None:
-    """Record the session of this check run in ``gateway`` for ``end_sessions``, although no task has reported it.
+    """Record the session of this check-mode run in ``gateway`` for ``end_sessions``, although no task has reported it.
 
     Opens the session if no task has done so yet. Does nothing if this host cannot reach the gateway.
     ``gateway``: see ``Client.make_session_reference``, without a session.
@@ -185,7 +185,7 @@ def end_sessions() -> list[str]:
 
 
 def require_machine(client: Client, sandbox: str, *, check_mode: bool) -> None:
-    """Raise an exception if a task of a check run must not be sent to ``sandbox``, an id or a name.
+    """Raise an exception if a task of a check-mode run must not be sent to ``sandbox``, an id or a name.
 
     ``check_mode`` says whether the task itself is in check mode. Other tasks act on the real sandbox, so only its
     existence matters to them. Raises PlannedMachineSkip if the task needs a machine that only the run starts, or if the

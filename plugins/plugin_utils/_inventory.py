@@ -38,7 +38,10 @@ def observe(client: Client) -> list[dict[str, Any]]:
     for detail in client.list_all("/sandboxes"):
         shape = make_sandbox_shape(detail)
         if not _NAME.fullmatch(str(shape["id"])):
-            raise Failure(f"{shape['id']!r} is not the id of a sandbox: check that {client.address.url} is a gateway")
+            raise Failure(
+                f"{client.address.url} returned the invalid sandbox id {shape['id']!r}: check that this is the URL of "
+                "a sandbox gateway"
+            )
         shape["template"] = detail.get("alias") or names_by_id.get(shape["template_id"]) or shape["template_id"]
         shape["head"] = names_by_id.get(shape["snapshot_id"]) or shape["snapshot_id"]
         sandboxes.append(hide_unknown_values(shape, client.plan_opened_at) if client.is_planning else shape)

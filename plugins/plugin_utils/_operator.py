@@ -32,16 +32,16 @@ _TASK_RESULT_STORES = {"_fact_cache": _EmptyFactCache, "_nonpersistent_fact_cach
 
 
 def find_task_host() -> str:
-    """Return the name of the running task's host. Raises Failure if this release of Ansible does not provide it.
+    """Return the name of the running task's host. Raises Failure if it cannot be determined reliably.
 
     ``inventory_hostname`` is not reliable, because a fact with that name overrides it.
     """
     host = getattr(multiprocessing.current_process(), "_host", None)
     if not isinstance(host, Host):
         raise Failure(
-            "this strategy or release of ansible-core reports the host of a task only in variables that "
-            "facts can override: use ansible-core 2.16 to 2.19 with a built-in strategy, or a newer release of "
-            "grove.sandbox"
+            "the host of this task is unknown, because this strategy plugin or release of ansible-core provides it "
+            "only in variables that facts can override: use ansible-core 2.16 to 2.19 with a built-in strategy, or a "
+            "newer release of grove.sandbox"
         )
     return str(host.name)
 
@@ -50,8 +50,8 @@ class OperatorVariables(Mapping):  # type: ignore[type-arg]
     """The variables of the host ``name``, with unevaluated templates.
 
     ``hostvars`` is Ansible's variable of that name. If ``task`` (as loaded from the playbook) is set, the variables
-    include those of the task, its play, its role and its blocks. The constructor raises Failure if this release of
-    Ansible stores variables differently.
+    include the variables of the task, its play, its role and its blocks. The constructor raises Failure if this release
+    of Ansible stores variables differently.
     """
 
     def __init__(self, hostvars: Any, name: str, task: Any = None) -> None:

@@ -2,7 +2,7 @@
 # GNU General Public License v3.0+ (see COPYING or https://www.gnu.org/licenses/gpl-3.0.txt)
 # SPDX-License-Identifier: GPL-3.0-or-later
 
-"""Plan files, which hold the plan of a check run as JSON.
+"""Plan files, which hold the plan of a check-mode run as JSON.
 
 Each plan has exactly one valid text (the output of ``_serialize`` and a line break), so every edit is detected.
 """
@@ -48,7 +48,7 @@ if TYPE_CHECKING:
     _Version = tuple[int, ...]
     """Values that differ between two versions of a file."""
     _Check = Callable[[Any, str], None]
-    """Raises ``_InvalidValue`` if a value is not allowed. The second argument is the value's place in the plan."""
+    """Raises ``_InvalidValue`` if a value is not allowed. The second argument is the value's location in the plan."""
 
 
 def make_document(
@@ -186,7 +186,7 @@ def _read_file(path: str) -> tuple[_Version, bytes]:
         with os.fdopen(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb") as file:
             status = os.fstat(file.fileno())
             if not stat.S_ISREG(status.st_mode):
-                raise Failure(f"the plan {path!r} is not a regular file. Name the file that the check run saved")
+                raise Failure(f"the plan {path!r} is not a regular file. Name the file that the check-mode run saved")
             data = file.read(_MAX_FILE_BYTES + 1)
     except FileNotFoundError:
         raise Failure(
@@ -195,8 +195,8 @@ def _read_file(path: str) -> tuple[_Version, bytes]:
         ) from None
     except (OSError, ValueError) as error:
         raise Failure(
-            f"the plan {path!r} cannot be read: {_describe_error(error)}. Name the file that the check run saved, and "
-            "run as a user who can read it"
+            f"the plan {path!r} cannot be read: {_describe_error(error)}. Name the file that the check-mode run saved, "
+            "and run as a user who can read it"
         ) from None
     if len(data) > _MAX_FILE_BYTES:
         raise Failure(
@@ -240,14 +240,14 @@ def _check_format(path: str, document: dict[str, Any]) -> None:
 
 
 class _InvalidValue(Exception):
-    """A value that the format does not allow. The message names its place in the plan."""
+    """A value that the format does not allow. The message names its location in the plan."""
 
 
-def _create_wrong_value_error(place: str, expected: str, value: Any) -> _InvalidValue:
+def _create_wrong_value_error(location: str, expected: str, value: Any) -> _InvalidValue:
     shown_value = repr(value)
     if len(shown_value) > 80:
         shown_value = shown_value[:80] + "..."
-    return _InvalidValue(f"{place} must be {expected}, not {shown_value}")
+    return _InvalidValue(f"{location} must be {expected}, not {shown_value}")
 
 
 def _check_nesting(document: Any) -> None:
@@ -266,31 +266,31 @@ def _check_nesting(document: Any) -> None:
     raise _InvalidValue(f"it is nested more than {_MAX_NESTING} levels deep")
 
 
-def _check_text(value: Any, place: str) -> None:
+def _check_text(value: Any, location: str) -> None:
     if not isinstance(value, str):
-        raise _create_wrong_value_error(place, "a string", value)
+        raise _create_wrong_value_error(location, "a string", value)
 
 
-def _check_name(value: Any, place: str) -> None:
+def _check_name(value: Any, location: str) -> None:
     if not isinstance(value, str) or not value:
-        raise _create_wrong_value_error(place, "a string that is not empty", value)
+        raise _create_wrong_value_error(location, "a string that is not empty", value)
 
 
-def _check_base_name(value: Any, place: str) -> None:
+def _check_base_name(value: Any, location: str) -> None:
     if not isinstance(value, str) or not value or "/" in value:
-        raise _create_wrong_value_error(place, "a file name without a directory", value)
+        raise _create_wrong_value_error(location, "a file name without a directory", value)
 
 
-def _check_object(value: Any, place: str) -> None:
+def _check_object(value: Any, location: str) -> None:
     if not isinstance(value, dict):
-        raise _create_wrong_value_error(place, "an object", value)
+        raise _create_wrong_value_error(location, "an object", value)
 
 
-def _check_time(value: Any, place: str) -> None:
+def _check_time(value: Any, location: str) -> None:
     try:
         _parse_time(value)
     except ValueError:
-        raise _create_wrong_value_error(place, "a time such as 2026-11-24T17:40:00Z", value) from None
+        raise _create_wrong_value_error(location, "a time such as 2026-11-24T17:40:00Z", value) from None
 
 
 def _parse_time(value: Any) -> datetime:
@@ -305,61 +305,61 @@ def _is_number(value: Any, minimum: float) -> bool:
     return isinstance(value, (int, float)) and not isinstance(value, bool) and minimum <= value < _MAX_NUMBER
 
 
-def _check_signed_number(value: Any, place: str) -> None:
+def _check_signed_number(value: Any, location: str) -> None:
     if not _is_number(value, -_MAX_NUMBER):
-        raise _create_wrong_value_error(place, f"a number whose absolute value is less than {_MAX_NUMBER}", value)
+        raise _create_wrong_value_error(location, f"a number whose absolute value is less than {_MAX_NUMBER}", value)
 
 
-def _check_duration(value: Any, place: str) -> None:
+def _check_duration(value: Any, location: str) -> None:
     if not _is_number(value, 0):
-        raise _create_wrong_value_error(place, f"a number from 0 to less than {_MAX_NUMBER}", value)
+        raise _create_wrong_value_error(location, f"a number from 0 to less than {_MAX_NUMBER}", value)
 
 
-def _check_status(value: Any, place: str) -> None:
+def _check_status(value: Any, location: str) -> None:
     if isinstance(value, bool) or not isinstance(value, int) or not 100 <= value <= 599:
-        raise _create_wrong_value_error(place, "an HTTP status or null", value)
+        raise _create_wrong_value_error(location, "an HTTP status or null", value)
 
 
 def _make_pattern_check(pattern: re.Pattern[str], expected: str) -> _Check:
-    def check(value: Any, place: str) -> None:
+    def check(value: Any, location: str) -> None:
         if not isinstance(value, str) or not pattern.fullmatch(value):
-            raise _create_wrong_value_error(place, expected, value)
+            raise _create_wrong_value_error(location, expected, value)
 
     return check
 
 
 def _make_choice_check(values: tuple[Any, ...]) -> _Check:
-    def check(value: Any, place: str) -> None:
+    def check(value: Any, location: str) -> None:
         if isinstance(value, bool) or value not in values:
-            raise _create_wrong_value_error(place, " or ".join(map(repr, values)), value)
+            raise _create_wrong_value_error(location, " or ".join(map(repr, values)), value)
 
     return check
 
 
 def _make_nullable_check(check_value: _Check) -> _Check:
-    def check(value: Any, place: str) -> None:
+    def check(value: Any, location: str) -> None:
         if value is not None:
-            check_value(value, place)
+            check_value(value, location)
 
     return check
 
 
 def _make_list_check(check_item: _Check) -> _Check:
-    def check(value: Any, place: str) -> None:
+    def check(value: Any, location: str) -> None:
         if not isinstance(value, list):
-            raise _create_wrong_value_error(place, "a list", value)
+            raise _create_wrong_value_error(location, "a list", value)
         for number, item in enumerate(value):
-            check_item(item, f"{place}[{number}]")
+            check_item(item, f"{location}[{number}]")
 
     return check
 
 
 def _make_mapping_check(check_key: _Check, check_item: _Check) -> _Check:
-    def check(value: Any, place: str) -> None:
-        _check_object(value, place)
+    def check(value: Any, location: str) -> None:
+        _check_object(value, location)
         for key, item in value.items():
-            check_key(key, f"the key {key!r} of {place}")
-            check_item(item, f"{place}[{key!r}]")
+            check_key(key, f"the key {key!r} of {location}")
+            check_item(item, f"{location}[{key!r}]")
 
     return check
 
@@ -367,9 +367,9 @@ def _make_mapping_check(check_key: _Check, check_item: _Check) -> _Check:
 def _make_object_check(fields: Mapping[str, _Check], *, optional: bool = False) -> _Check:
     """Return a check for objects with exactly these keys, or, if they are optional, with some of them."""
 
-    def check(value: Any, place: str) -> None:
-        _check_object(value, place or "the document")
-        prefix = f"{place}." if place else ""
+    def check(value: Any, location: str) -> None:
+        _check_object(value, location or "the document")
+        prefix = f"{location}." if location else ""
         for name in value:
             if name not in fields:
                 raise _InvalidValue(f"format {FORMAT} has no key {prefix}{name}")
@@ -382,10 +382,10 @@ def _make_object_check(fields: Mapping[str, _Check], *, optional: bool = False) 
     return check
 
 
-def _check_change(value: Any, place: str) -> None:
-    _check_change_fields(value, place)
+def _check_change(value: Any, location: str) -> None:
+    _check_change_fields(value, location)
     if value["before"] is None and value["after"] is None:
-        raise _create_wrong_value_error(f"{place}.after", "an object if before is null", None)
+        raise _create_wrong_value_error(f"{location}.after", "an object if before is null", None)
 
 
 _check_change_fields = _make_object_check(
@@ -445,8 +445,8 @@ _check_document_fields = _make_object_check(
 )
 
 
-def _check_document(document: Any, place: str) -> None:
-    _check_document_fields(document, place)
+def _check_document(document: Any, location: str) -> None:
+    _check_document_fields(document, location)
     for number, entry in enumerate(document["entries"]):
         if entry["gateway"] not in document["gateways"]:
             raise _create_wrong_value_error(

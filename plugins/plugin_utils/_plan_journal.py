@@ -2,7 +2,7 @@
 # GNU General Public License v3.0+ (see COPYING or https://www.gnu.org/licenses/gpl-3.0.txt)
 # SPDX-License-Identifier: GPL-3.0-or-later
 
-"""Share the plan of a run among its processes: the entries of a check run, or the entries that a run has applied.
+"""Share the plan of a run among its processes: the entries of a check-mode run, or the entries that a run has applied.
 
 Ansible starts a process for each task, and their results may be censored (no_log), so they use files in the temporary
 directory of the run, which Ansible removes at the end.
@@ -67,7 +67,7 @@ def load_applied_plan() -> dict[str, Any] | None:
     if plan["problems"]:
         raise Failure(
             f"the plan is incomplete ({'; '.join(plan['problems'])}), so it cannot be applied: fix these "
-            "problems, then make a new plan with a check run"
+            "problems, then make a new plan with a check-mode run"
         )
     # A plan that expires during the run is applied completely: making some of its changes would be worse than all.
     if not _has_begun():
@@ -105,17 +105,17 @@ def make_journal_path() -> Path:
 
 
 def add_entry(entry: dict[str, Any]) -> None:
-    """Add an entry to the plan of a check run."""
+    """Add an entry to the plan of a check-mode run."""
     _write(f"{time.time_ns():020}-{os.getpid()}{_ENTRY_SUFFIX}", entry)
 
 
 def read_entries() -> list[dict[str, Any]]:
-    """Return the entries of a check run in the order of their execution."""
+    """Return the entries of a check-mode run in the order of their execution."""
     return [_read(path) for path in sorted(make_journal_path().glob(f"*{_ENTRY_SUFFIX}"))]
 
 
 def record_failures(failures: list[str]) -> None:
-    """Record the failures of a check run so far that the playbook neither rescues nor ignores.
+    """Record the failures of a check-mode run so far that the playbook neither rescues nor ignores.
 
     A playbook that the run has not reached is such a failure, until the run begins it.
     """
@@ -123,7 +123,7 @@ def record_failures(failures: list[str]) -> None:
 
 
 def make_plan(playbooks: Iterable[str], variables: Mapping[str, Any], lifetime_seconds: int) -> dict[str, Any]:
-    """Return the plan of a check run so far. Raises Failure if the lifetime is not allowed.
+    """Return the plan of a check-mode run so far. Raises Failure if the lifetime is not allowed.
 
     ``variables``: the variables of the current task.
     """
@@ -186,12 +186,12 @@ def task_approved(plan: dict[str, Any], task_key: dict[str, str]) -> Iterator[di
 
     If several hosts declare the same objects in the task, the other hosts wait until this context ends, because they
     must see the changes of this host. ``task_key``: the host and path of the task. Raises Failure if an earlier task
-    has used another plan.
+    has used a different plan.
     """
     with contextlib.ExitStack() as stack:
         if shares_objects(plan["entries"], task_key):
-            place = hashlib.sha256(task_key["path"].encode()).hexdigest()
-            stack.enter_context(_locked(f"{place}.lock"))
+            lock_name = hashlib.sha256(task_key["path"].encode()).hexdigest()
+            stack.enter_context(_locked(f"{lock_name}.lock"))
         with _locked_state() as state:
             _require_same_plan(state, plan)
             if "digest" not in state:
@@ -208,9 +208,10 @@ def mark_entry_used(usage: dict[str, Any]) -> None:
 
 
 def list_omitted_entries(plan: dict[str, Any]) -> tuple[list[OmittedEntry], list[OmittedEntry]]:
-    """Return the entries with changes that this run has not made: those that it needed, and those that it did not.
+    """Return the entries with changes that this run has not made: the entries that it needed, and the unneeded ones.
 
-    Each entry comes with the names of the objects of these changes. Raises Failure if the run has used another plan.
+    Each entry comes with the names of the objects of these changes. Raises Failure if the run has used a different
+    plan.
     """
     with _locked_state() as state:
         _require_same_plan(state, plan)
@@ -227,10 +228,7 @@ def list_omitted_entries(plan: dict[str, Any]) -> tuple[list[OmittedEntry], list
 
 def _require_same_plan(state: dict[str, Any], plan: dict[str, Any]) -> None:
     if state.get("digest", plan["digest"]) != plan["digest"]:
-        raise Failure(
-            "the plan has been replaced by another one since the run began, so this task does nothing: start the run "
-            "again"
-        )
+        raise Failure("the plan has been replaced since the run began, so this task does nothing: start the run again")
 
 
 @contextlib.contextmanager

@@ -23,7 +23,7 @@ CREATED, CHANGED, REMOVED, ROLLED_BACK = "+", "~", "-", "↺"
 _MIN_WIDTH = 79
 """The smallest width of a terminal that Ansible assumes."""
 _MIN_NAME_WIDTH = 12
-_MIN_PLACE_WIDTH = 16
+_MIN_LOCATION_WIDTH = 16
 _MAX_SHOWN_SIBLINGS = 3
 _MAX_MESSAGE_CHARACTERS = 2000
 _INDENT = " " * 4
@@ -92,15 +92,15 @@ def _render_gateway(url: str, entries: list[Mapping[str, Any]], width: int, colo
         return []
     room = width - len(_INDENT) - 2
     costs_width = max(len(row.costs) for row in rows)
-    name_room = min(room * 2 // 5, room - costs_width - _MIN_PLACE_WIDTH - 4)
+    name_room = min(room * 2 // 5, room - costs_width - _MIN_LOCATION_WIDTH - 4)
     name_width = min(max(_measure_width(row.format_name()) for row in rows), max(name_room, _MIN_NAME_WIDTH))
-    place_column_width = room - name_width - 2
-    natural_place_width = max(_measure_width(_format_place(row.task, row.path)) for row in rows)
-    place_width = min(natural_place_width, place_column_width - costs_width - 2)
+    location_column_width = room - name_width - 2
+    natural_location_width = max(_measure_width(_format_location(row.task, row.path)) for row in rows)
+    location_width = min(natural_location_width, location_column_width - costs_width - 2)
     lines = [_shorten(f"Gateway {_to_one_line(url)}", width)]
     for kind, kind_rows in rows_by_kind.items():
         lines.append(f"  {_PLURALS.get(kind, kind + 's')}")
-        lines += [_render_row(row, name_width, place_width, place_column_width, color) for row in kind_rows]
+        lines += [_render_row(row, name_width, location_width, location_column_width, color) for row in kind_rows]
     return [*lines, ""]
 
 
@@ -131,14 +131,16 @@ def _group_changes(entry: Mapping[str, Any], kind: str) -> Iterator[tuple[str, t
                 yield from ((sign, (name,)) for name in names)
 
 
-def _render_row(row: _Row, name_width: int, place_width: int, place_column_width: int, color: bool) -> str:
-    """Return a line. The costs begin after ``place_width`` columns, or later if a longer place leaves enough room."""
+def _render_row(row: _Row, name_width: int, location_width: int, location_column_width: int, color: bool) -> str:
+    """Return a line. The costs begin after ``location_width`` columns, or later if a long location leaves room."""
     name = row.format_name(name_width)
     signed_name = _colorize(f"{row.sign} {name}", _load_colors()[row.sign], color)
-    room = max(place_column_width - len(row.costs) - 2, _MIN_PLACE_WIDTH) if row.costs else place_column_width
-    place = _format_place(row.task, row.path, room)
-    padding = " " * (place_width - _measure_width(place)) if row.costs else ""
-    return f"{_INDENT}{signed_name}{' ' * (name_width - _measure_width(name))}  {place}{padding}  {row.costs}".rstrip()
+    room = max(location_column_width - len(row.costs) - 2, _MIN_LOCATION_WIDTH) if row.costs else location_column_width
+    location = _format_location(row.task, row.path, room)
+    padding = " " * (location_width - _measure_width(location)) if row.costs else ""
+    return (
+        f"{_INDENT}{signed_name}{' ' * (name_width - _measure_width(name))}  {location}{padding}  {row.costs}".rstrip()
+    )
 
 
 def _render_unknown_values(entries: Iterable[Mapping[str, Any]], width: int, color: bool) -> list[str]:
@@ -151,12 +153,12 @@ def _render_unknown_values(entries: Iterable[Mapping[str, Any]], width: int, col
         return []
     lines = ["", _colorize("Unknown until the run:", C.COLOR_WARN, color)]
     for phrase, task, path in unknown:
-        place, shown_phrase = _format_place(task, path), _shorten(phrase, _MAX_MESSAGE_CHARACTERS)
-        if _measure_width(f"  {shown_phrase}: {place}") <= width:
-            lines.append(f"  {shown_phrase}: {place}")
+        location, shown_phrase = _format_location(task, path), _shorten(phrase, _MAX_MESSAGE_CHARACTERS)
+        if _measure_width(f"  {shown_phrase}: {location}") <= width:
+            lines.append(f"  {shown_phrase}: {location}")
         else:
             lines += _wrap(f"{shown_phrase}:", width, "  ")
-            lines.append(f"{_INDENT}{_format_place(task, path, width - len(_INDENT))}")
+            lines.append(f"{_INDENT}{_format_location(task, path, width - len(_INDENT))}")
     return lines
 
 
@@ -165,10 +167,10 @@ def _render_failures(entries: Iterable[Mapping[str, Any]], width: int, color: bo
     for entry in entries:
         if entry["failure"] is not None:
             host = _shorten(_to_one_line(entry["host"]), width // 3)
-            place = _format_place(
+            location = _format_location(
                 _to_one_line(entry["task"]), _to_one_line(entry["path"]), width - _measure_width(host) - 5
             )
-            lines.append(f"  {host}, {place}:")
+            lines.append(f"  {host}, {location}:")
             lines += _wrap(_shorten(_to_one_line(entry["failure"]["message"]), _MAX_MESSAGE_CHARACTERS), width, _INDENT)
     return ["", _colorize("Predicted failures:", C.COLOR_ERROR, color), *lines] if lines else []
 
@@ -226,7 +228,7 @@ def _format_duration(milliseconds: float) -> str:
     return f"{milliseconds / 1000:.1f} s"
 
 
-def _format_place(task: str, path: str, width: int | None = None) -> str:
+def _format_location(task: str, path: str, width: int | None = None) -> str:
     """Return the name of a task with its file and line, in at most ``width`` columns."""
     if not path:
         return task if width is None else _shorten(task, width)

@@ -40,8 +40,8 @@ def _make_absolute(path: str) -> Path:
 
 
 def _find_relative_path(path: Path, directory: Path) -> str:
-    """Return the path within a directory, or "" if the file is elsewhere."""
-    # Ansible resolves links in the paths of roles, but not in those of playbooks.
+    """Return the path relative to a directory, or "" if the file is not inside it."""
+    # Ansible resolves links in the paths of roles, but not in the paths of playbooks.
     for file, base in ((path, directory), (_resolve(path), directory.resolve())):
         if base in file.parents:
             return str(file.relative_to(base))
@@ -54,7 +54,7 @@ def _resolve(path: Path) -> Path:
 
 
 def _find_in_collections(path: Path) -> str:
-    """Return the name of the loaded collection that contains a file, and the path in it, or ""."""
+    """Return COLLECTION/PATH for a file inside a loaded collection, or "" for any other file."""
     for name in sorted(sys.modules):
         package, _separator, collection = name.partition(".")
         if package == "ansible_collections" and collection.count(".") == 1:
@@ -66,6 +66,6 @@ def _find_in_collections(path: Path) -> str:
 
 def _is_found_by_name(role_name: str, role_path: str) -> bool:
     """Return whether the configured roles path contains this role, and no other role of the same name before it."""
-    places = [Path(directory) / role_name for directory in C.DEFAULT_ROLES_PATH] if role_name else []
-    place = next(filter(Path.is_dir, places), None)
-    return place is not None and place.resolve() == Path(role_path).resolve()
+    candidates = [Path(directory) / role_name for directory in C.DEFAULT_ROLES_PATH] if role_name else []
+    first_match = next(filter(Path.is_dir, candidates), None)
+    return first_match is not None and first_match.resolve() == Path(role_path).resolve()

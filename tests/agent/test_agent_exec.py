@@ -78,7 +78,7 @@ def test_missing_and_forbidden_commands_have_shell_exit_codes(agent, tmp_path):
 
 
 def test_a_background_child_does_not_delay_the_result(agent):
-    """The child still writes to the output after the command has ended. This must not kill the child."""
+    """The child still writes to the output after the command has exited. This must not kill the child."""
     start_time = time.monotonic()
     _, out, _ = run_command(agent, "sh", "-c", "(sleep 0.3; echo late; sleep 30.3) & echo $!")
     assert time.monotonic() - start_time < 5

@@ -119,7 +119,7 @@ def test_an_interrupted_shell_survives(shell_client):
     assert shell_client.run_shell("echo $kept") == ("1\n", None)
 
 
-def test_exit_ends_the_shell_and_the_next_cell_starts_another(shell_client):
+def test_exit_stops_the_shell_and_the_next_cell_starts_a_new_one(shell_client):
     execution = shell_client.run("gone=1; echo last; exit 4", "bash")
     assert execution.logs.stdout == ["last\n"]
     assert (execution.error.name, "with exit code 4" in execution.error.value) == ("KernelDied", True)

@@ -236,7 +236,7 @@ def test_an_unmanaged_agent_mounts_nothing(fresh_agent):
     assert not Path("/nonexistent").exists()
 
 
-def test_a_hanging_call_times_out():
+def test_a_hung_call_times_out():
     start_time = time.monotonic()
     assert mounts._run_with_timeout(lambda: time.sleep(60) or 0, 0.2) == errno.ETIMEDOUT
     assert time.monotonic() - start_time < 5

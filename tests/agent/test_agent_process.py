@@ -212,7 +212,7 @@ def test_a_disconnect_does_not_stop_the_process(agent, wait_until):
     message = {"process": {"tag": "orphan"}, "input": {"stdin": encode_base64(b"\n")}}
     agent.post_ok("/process.Process/SendInput", message)
     assert events.read_to_end()[0] == b"b\n"
-    # After the process has ended, it is no longer listed, but its result remains available.
+    # After the process has exited, it is no longer listed, but its result remains available.
     assert not [item for item in agent.post_ok("/process.Process/List")["processes"] if item.get("tag") == "orphan"]
     out, _, end = agent.stream("Connect", {"process": {"tag": "orphan"}}).read_to_end()
     assert (out, end["exitCode"]) == (b"a\nb\n", 0)

@@ -214,7 +214,7 @@ class Machine:
         }
 
     def _run_shell_command(self, text: str) -> tuple[int, str]:
-        """Return the exit code and stderr of a shell command: `true`, or one of those of the template builder."""
+        """Return the exit code and stderr of a shell command: `true`, or a command of the template builder."""
         command, *words = text.split()
         if command == "test":
             return (0 if words[-1] in self.state else 1), ""

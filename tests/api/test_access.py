@@ -289,7 +289,7 @@ def test_the_e2b_client_raises_the_expected_errors(
 
 
 @pytest.mark.parametrize("ending", ["kill", "rollback"])
-def test_the_e2b_client_reports_a_machine_that_ends_during_a_stream(
+def test_the_e2b_client_reports_a_machine_that_stops_during_a_stream(
     memory_gateway: MemoryGateway, api: httpx.Client, ending: str
 ) -> None:
     options: Any = {

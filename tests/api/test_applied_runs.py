@@ -36,7 +36,7 @@ def read_generation(client: httpx.Client, path: str) -> int:
     return number
 
 
-def test_a_run_sees_only_the_changes_of_others(api: httpx.Client, sandbox: object, run: httpx.Client) -> None:
+def test_a_run_sees_only_the_changes_of_other_clients(api: httpx.Client, sandbox: object, run: httpx.Client) -> None:
     before = read_generation(api, "/sandboxes/one")
     assert run.patch("/sandboxes/one", json={"metadata": {"a": "1"}}).is_success
     assert run.post("/sandboxes/one/snapshots", json={"name": "mark"}).is_success
@@ -68,9 +68,7 @@ def test_a_plan_session_sees_the_same_generations_as_the_run(
     api.delete(f"/plans/{plan_id}")
 
 
-def test_a_run_that_has_ended_cannot_continue(
-    memory_gateway: MemoryGateway, sandbox: object, run: httpx.Client
-) -> None:
+def test_a_finished_run_cannot_continue(memory_gateway: MemoryGateway, sandbox: object, run: httpx.Client) -> None:
     path = run.base_url.path.rstrip("/")
     with memory_gateway.client(ADMIN_KEY) as other_client:
         assert other_client.get(f"{path}/sandboxes/one").status_code == 410, "it belongs to another key"
@@ -90,7 +88,7 @@ def test_a_change_after_the_read_is_not_counted() -> None:
     assert [changes.count("a", generation) for generation in (3, 4, 6, 7, 8, 9)] == [0, 1, 1, 2, 3, 3]
 
 
-def test_the_number_of_counted_changes_of_a_run_is_limited(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_runs_counted_changes_are_limited(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(own_changes, "_MAX_SPANS", 3)
     changes = OwnChanges()
     for number in range(10_000):

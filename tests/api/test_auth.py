@@ -45,7 +45,7 @@ def test_errors_in_key_files_name_the_line(tmp_path: Path, text: str, expected_t
 
 
 @pytest.mark.parametrize("mode", [0o640, 0o604, 0o620])
-def test_a_key_file_that_others_can_read_is_refused(tmp_path: Path, mode: int) -> None:
+def test_a_key_file_readable_by_other_users_is_refused(tmp_path: Path, mode: int) -> None:
     with pytest.raises(Invalid, match="chmod 600"):
         Keys.load(write_key_file(tmp_path / "keys", f"ci exec {KEY}", mode))
 
@@ -56,7 +56,7 @@ def test_a_missing_key_file_is_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can give files away")
-def test_a_key_file_of_another_owner_is_refused(tmp_path: Path) -> None:
+def test_a_key_file_owned_by_another_user_is_refused(tmp_path: Path) -> None:
     key_file = write_key_file(tmp_path / "keys", f"ci exec {KEY}")
     os.chown(key_file, 12345, 12345)
     with pytest.raises(Invalid, match="chown root"):

@@ -162,7 +162,7 @@ def test_the_command_creates_several_sandboxes_over_the_unix_socket(
         sandbox.ping()
 
 
-def test_the_command_ends_at_the_timeout(api: httpx.Client, target: str) -> None:
+def test_the_command_is_killed_at_the_timeout(api: httpx.Client, target: str) -> None:
     argv = ["forkd", "fork", "--tag", "base", "--settle-secs", "0"]
     result = subprocess.run(argv, capture_output=True, text=True, timeout=_TIMEOUT_SECONDS, check=True)
     assert len(result.stdout.split()) == 1 and list_sandboxes(api) == []
@@ -178,7 +178,7 @@ def test_the_sandbox_of_a_killed_command_expires(
     wait_until(lambda: list_sandboxes(api) == [], _TIMEOUT_SECONDS)
 
 
-def test_the_command_ends_with_its_sandbox(api: httpx.Client, start_command: StartCommand) -> None:
+def test_the_command_exits_with_its_sandbox(api: httpx.Client, start_command: StartCommand) -> None:
     process = start_command("fork", "--tag", "base", "-n", "2", settings=("command.LEASE_SECONDS = 3",))
     assert process.stdout is not None
     first_id = process.stdout.readline().strip()
@@ -247,7 +247,9 @@ def test_the_help_contains_a_warning(target: str, read_error: object, capsys: py
         assert error_info.value.code == 2
 
 
-def test_misbehaving_clients_do_not_affect_others(api: httpx.Client, start_command: StartCommand, target: str) -> None:
+def test_misbehaving_clients_do_not_affect_other_clients(
+    api: httpx.Client, start_command: StartCommand, target: str
+) -> None:
     """The clients connect one after the other, and none of them affects the next one."""
     start_command("fork", "--tag", "base", settings=("port.IDLE_TIMEOUT_SECONDS = 2", "port.MAX_CONNECTIONS = 4"))
     for line, expected_text in (

@@ -182,7 +182,7 @@ def test_a_session_belongs_to_its_key(
 def test_no_route_acts_on_the_host_if_the_session_is_unknown(
     api: httpx.Client, memory_gateway: MemoryGateway, sandbox: dict[str, Any]
 ) -> None:
-    """A read-only key may send every request below a plan session, so no route may ignore the session."""
+    """A read-only key may send every request inside a plan session, so no route may ignore the session."""
     routes = [
         (method.upper(), re.sub(r"\{[^}]*\}", "one", path))
         for path, item in api.get("/openapi.json").json()["paths"].items()

@@ -113,7 +113,7 @@ def test_unsupported_options_are_refused(api: httpx.Client, body: dict[str, Any]
     assert api.get("/sandboxes").json() == []
 
 
-def test_a_failed_expiry_does_not_block_others(
+def test_a_failed_expiry_does_not_block_other_expiries(
     memory_gateway: MemoryGateway, api: httpx.Client, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     original_expire = memory_gateway.engine.sandboxes.expire
@@ -140,7 +140,7 @@ def test_an_idempotency_key_creates_one_sandbox(api: httpx.Client) -> None:
 
 
 @pytest.mark.parametrize("route", ["/sandboxes/one/clone", "/sandboxes/one/fork", "/snapshots/base/fork"])
-def test_an_idempotency_key_creates_siblings_once(api: httpx.Client, route: str) -> None:
+def test_repeating_an_idempotency_key_creates_no_new_siblings(api: httpx.Client, route: str) -> None:
     create_sandbox(api, name="one")
     body, headers = {"names": ["a", "b"]}, {"Idempotency-Key": f"k {route}"}
     for removed_name in ("", "b"):

@@ -293,7 +293,7 @@ def test_the_login_to_a_registry_reaches_the_host_and_is_not_shown(
 
 
 def follow_build(api: httpx.Client, build: dict[str, Any]) -> str:
-    """Wait until a build has ended, and return its log."""
+    """Wait until a build has finished, and return its log."""
     route = f"/templates/{build['templateID']}/builds/{build['buildID']}"
     return api.get(f"{route}/logs", params={"follow": "true"}).text
 

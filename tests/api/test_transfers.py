@@ -198,7 +198,7 @@ def test_an_import_without_room_is_refused(
     assert (refusal.status_code, refusal.json()["kind"]) == (507, "no_space")
 
 
-def test_the_number_of_transfers_is_limited_and_a_lost_client_ends_its_import(
+def test_transfers_are_limited_and_a_lost_client_cancels_its_import(
     memory_gateway: MemoryGateway, api: httpx.Client, snapshot: dict[str, Any]
 ) -> None:
     file = export_snapshot(api)
@@ -248,9 +248,9 @@ def test_a_host_that_cannot_transfer_snapshots_says_so(tmp_path: Path) -> None:
 
 def run_snapshot(gateway: MemoryGateway, *, check: bool = False, **options: Any) -> dict[str, Any]:
     defaults = {name: option.get("default") for name, option in _snapshot.ARGUMENTS.items()}
-    # Each check run has its own plan session.
+    # Each check-mode run has its own plan session.
     file = options.get("export_to") or options["import_from"]
-    params = {"gateway_url": gateway.unix_url, **({"check_run": f"a check run with {file}"} if check else {})}
+    params = {"gateway_url": gateway.unix_url, **({"check_run": f"a check-mode run with {file}"} if check else {})}
     return run(_snapshot, {**defaults, **params, **options}, check_mode=check)
 
 
@@ -298,7 +298,7 @@ def test_check_mode_does_not_predict_that_a_file_will_be_missing(
     assert run_snapshot(memory_gateway, name=["copy"], import_from=file)["changed"]
 
 
-def test_a_check_run_predicts_transfers_and_makes_none(
+def test_a_check_mode_run_predicts_transfers_and_makes_none(
     memory_gateway: MemoryGateway, api: httpx.Client, snapshot: dict[str, Any], tmp_path: Path
 ) -> None:
     (tmp_path / "file").write_bytes(export_snapshot(api))
@@ -306,7 +306,7 @@ def test_a_check_run_predicts_transfers_and_makes_none(
 
     def run_check(kind: Any, **options: Any) -> dict[str, Any]:
         defaults = {name: option.get("default") for name, option in kind.ARGUMENTS.items()}
-        params = {"gateway_url": memory_gateway.unix_url, "check_run": "a check run with transfers"}
+        params = {"gateway_url": memory_gateway.unix_url, "check_run": "a check-mode run with transfers"}
         return run(kind, {**defaults, **params, **options}, check_mode=True)
 
     import_result = run_check(_snapshot, name=["copy"], import_from=str(tmp_path / "file"))

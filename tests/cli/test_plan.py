@@ -371,7 +371,7 @@ def test_the_order_of_different_hosts_is_ignored(run: Run, write_plan_file: Writ
     assert compare_plans(run, write_plan_file, old_plan, new_plan)["equal"]
 
 
-def test_the_order_of_the_tasks_of_a_host_is_compared(run: Run, write_plan_file: WritePlanFile) -> None:
+def test_the_order_of_a_hosts_tasks_is_compared(run: Run, write_plan_file: WritePlanFile) -> None:
     old_plan, new_plan = make_example(), make_example()
     new_plan["entries"].reverse()
     assert compare_plans(run, write_plan_file, old_plan, new_plan)["different"] == ["order of the tasks"]

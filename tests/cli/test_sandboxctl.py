@@ -59,7 +59,7 @@ def test_show_and_health_report_a_memory_root_that_is_not_mounted(run: Run, memo
         host.memory_problems.clear()
 
 
-def test_health_and_metrics_report_commands_that_hang(run: Run, memory_gateway: MemoryGateway) -> None:
+def test_health_and_metrics_report_hung_commands(run: Run, memory_gateway: MemoryGateway) -> None:
     def read_metrics() -> dict[str, str]:
         with memory_gateway.client(READ_KEY) as client:
             return dict(line.rsplit(" ", 1) for line in client.get("/metrics").text.splitlines() if line[:1] != "#")

@@ -64,7 +64,7 @@ def test_files_can_be_piped(run: Run, memory_gateway: MemoryGateway, taken_snaps
     check_success(run("snapshot", "import", "-", "--name", "copy", stdin=export_process.stdout))
 
 
-def test_the_error_of_a_large_file_that_is_refused_early_is_shown(run: Run, tmp_path: Path) -> None:
+def test_the_error_for_a_large_file_refused_early_is_shown(run: Run, tmp_path: Path) -> None:
     with (tmp_path / "file").open("wb") as file:
         file.truncate(64 << 20)
     refusal = run("snapshot", "import", str(tmp_path / "file"))

@@ -56,11 +56,11 @@ class Counts:
 
 
 class PlanComparison:
-    """The comparison of one play. All of its checks use the same mapping of planned to real ids, which is one to one.
+    """Compares the predictions for one play with its run. All checks share a one-to-one mapping of planned to real ids.
 
     ``opened_at``: the time at which the plan session began, in the gateway's format. ``has_approved_plan``: whether the
-    run may only do what the session predicted. Such a run does not try what the session has refused, so only other runs
-    show whether refusals are predicted correctly.
+    run may only do what the session predicted. Such a run does not try actions that the session has refused, so only
+    runs without a plan show whether refusals are predicted correctly.
     """
 
     def __init__(
@@ -125,8 +125,8 @@ class PlanComparison:
     def _hide_unknown(self, planned_object: dict[str, Any]) -> dict[str, Any]:
         """Return an object of a session with None for the values that only the run can know.
 
-        These are measurements of objects that the session has created, what the host chooses for those that it has
-        created or started, and how many forks are ready. All other values must be equal to those of the run.
+        These are measurements of objects that the session has created, values that the host chooses for objects that it
+        has created or started, and how many forks are ready. All other values must equal the values of the run.
         """
         ids = [planned_object.get(key) or "" for key in ("sandboxID", "snapshotID", "templateID")]
         own_id = next(filter(None, ids), "")
@@ -166,7 +166,7 @@ class PlanComparison:
             self._check_key(key, actual_key, (location, planned, actual))
             actual_value = actual[actual_key]
             if key == _DIVERGED_KEY and value != actual_value:
-                # Only the run can know whether a guest writes in the meantime.
+                # Only the run can know whether the guest writes to its disk before the run.
                 assert value is None and planned.get("state", "running") == "running", (location, planned, actual)
                 self._counts.unknown[_DIVERGED_KEY] += 1
             else:
@@ -275,5 +275,5 @@ def read_state(client: Client) -> State:
 
 
 def _sort_by_name(objects: Iterable[dict[str, Any]], key: str) -> list[dict[str, Any]]:
-    """Sort objects by name. Those without a name keep their order, which is that of their creation."""
+    """Sort objects by name. Objects without a name stay in the order of their creation."""
     return sorted(objects, key=lambda each: "" if ID_PATTERN.fullmatch(str(each[key])) else each[key])

@@ -36,8 +36,8 @@ MAX_TASKS = 12
 MAX_PARTIAL_SHARE = 0.1
 """Bound for the share of plays that are not compared to the end.
 
-One of about a hundred plays is such a play, but Hypothesis derives plays from others, so such plays occur in groups. Of
-the first, second and third 300 plays, 5, 16 and 1 were such plays.
+About one in a hundred plays is not, but Hypothesis derives plays from earlier plays, so these plays occur in groups:
+5, 16 and 1 among the first, second and third 300 plays.
 """
 _MAX_PARTIAL_COUNT_IN_SHORT_RUNS = 2
 """The bound for short runs, in which a share would depend on chance. At least one play must be compared to the end."""
@@ -159,7 +159,7 @@ def run_task(client: Client, kind: str, params: dict[str, Any], *, check: bool =
 
 @dataclass(frozen=True)
 class Loop:
-    """A task with several items. An item that fails does not stop the others, but the task fails."""
+    """A task with several items. An item that fails does not stop the other items, but the task fails."""
 
     kind: str
     items: list[dict[str, Any]]
@@ -257,22 +257,22 @@ def carry_out(
     nodes: Iterable[Node],
     run_task: Callable[[str, PlayTask | Loop], bool],
     *,
-    place: str = "",
+    location: str = "",
     is_strict: bool = False,
 ) -> bool:
     """Carry out nodes of a play as Ansible does. Returns whether they succeeded.
 
-    ``run_task`` is called with the place of each task, such as ``2.rescue.0``, and returns whether the task succeeded.
+    ``run_task`` is called with each task's location, such as ``2.rescue.0``, and returns whether the task succeeded.
     ``is_strict``: a failure ends the list, because a surrounding block rescues it. Other failures are ignored.
     """
     for number, node in enumerate(nodes):
-        here = f"{place}{number}"
+        here = f"{location}{number}"
         if isinstance(node, Block):
             assert node.rescue or is_strict, "the failure of a block without a rescue would end the play"
-            is_successful = carry_out(node.nodes, run_task, place=f"{here}.block.", is_strict=True) or (
-                bool(node.rescue) and carry_out(node.rescue, run_task, place=f"{here}.rescue.", is_strict=is_strict)
+            is_successful = carry_out(node.nodes, run_task, location=f"{here}.block.", is_strict=True) or (
+                bool(node.rescue) and carry_out(node.rescue, run_task, location=f"{here}.rescue.", is_strict=is_strict)
             )
-            is_successful &= carry_out(node.always, run_task, place=f"{here}.always.", is_strict=is_strict)
+            is_successful &= carry_out(node.always, run_task, location=f"{here}.always.", is_strict=is_strict)
         else:
             is_successful = run_task(here, node)
         if is_strict and not is_successful:
@@ -283,24 +283,24 @@ def carry_out(
 def run_play(
     play: Iterable[Node], files: PlayFiles, run_item: Callable[[str, str, dict[str, Any]], dict[str, Any]]
 ) -> dict[str, dict[str, Any]]:
-    """Run a play, and return the results of its tasks by place. Each item of a loop has a place, such as ``3[0]``.
+    """Run a play, and return the results of its tasks by location. Each loop item has a location, such as ``3[0]``.
 
-    ``run_item`` runs a task, or one item of it, and is called with the place, the module and the options.
+    ``run_item`` runs a task, or one item of it, and is called with the location, the module and the options.
     """
     results: dict[str, dict[str, Any]] = {}
-    exporting_places: list[str] = []
+    exporting_locations: list[str] = []
 
-    def run_task(place: str, node: PlayTask | Loop) -> bool:
+    def run_task(location: str, node: PlayTask | Loop) -> bool:
         earlier_results = [*results.values()]
         items = (
-            {place: node[1]}
+            {location: node[1]}
             if isinstance(node, tuple)
-            else {f"{place}[{i}]": item for i, item in enumerate(node.items)}
+            else {f"{location}[{i}]": item for i, item in enumerate(node.items)}
         )
         kind = node[0] if isinstance(node, tuple) else node.kind
-        for item_place, params in items.items():
-            options = files.insert(replace_names_with_ids(params, earlier_results), item_place, exporting_places)
-            results[item_place] = run_item(item_place, kind, options)
+        for item_location, params in items.items():
+            options = files.insert(replace_names_with_ids(params, earlier_results), item_location, exporting_locations)
+            results[item_location] = run_item(item_location, kind, options)
         return not any(results[each].get("failed") for each in items)
 
     carry_out(play, run_task)
@@ -328,16 +328,16 @@ class PlayFiles:
     directory: Path
     existing: Path
 
-    def insert(self, params: dict[str, Any], place: str, exporting_places: list[str]) -> dict[str, Any]:
-        """Return the options of a task with the paths of its files. Adds ``place`` to ``exporting_places``."""
+    def insert(self, params: dict[str, Any], location: str, exporting_locations: list[str]) -> dict[str, Any]:
+        """Return the options of a task with the paths of its files. Adds ``location`` to ``exporting_locations``."""
         params = dict(params)
         if params.get("export_to"):
-            params["export_to"] = str(self.directory / place)
-            exporting_places.append(place)
+            params["export_to"] = str(self.directory / location)
+            exporting_locations.append(location)
         if params.get("import_from") == _EXISTING:
             params["import_from"] = str(self.existing)
         elif params.get("import_from") == _EXPORTED:
-            params["import_from"] = str(self.directory / [*exporting_places, "missing"][0])
+            params["import_from"] = str(self.directory / [*exporting_locations, "missing"][0])
         return params
 
 
@@ -430,7 +430,7 @@ class PlayChecks:
             assert planner.enter_plan(f"generated-play-{os.getpid()}-{next(_runs):06}")
             predicted = run_play(play, files, lambda _place, kind, params: run_task(planner, kind, params, check=True))
             entries = make_entries(predicted)
-            uncertain_places = {entry["place"] for entry in entries if any(map(is_condition, entry["unknown"]))}
+            uncertain_locations = {entry["location"] for entry in entries if any(map(is_condition, entry["unknown"]))}
             before_run()
             actual = (
                 apply_predicted(client, run_client, play, files, entries)
@@ -441,23 +441,23 @@ class PlayChecks:
             comparison = PlanComparison(
                 planner.plan_opened_at, self.results, self.states, has_approved_plan=has_approved_plan
             )
-            for place, result in actual.items():
+            for location, result in actual.items():
                 outcome = describe_outcome(result)
                 self.tasks[outcome] += 1
-                prediction = predicted.get(place)
+                prediction = predicted.get(location)
                 if prediction is None:
-                    # An uncertain task failed or succeeded unexpectedly, so the run takes another way through a block.
-                    assert not is_as_predicted and not (has_approved_plan and result["changed"]), (place, result)
+                    # An uncertain task failed or succeeded unexpectedly, so the run takes another path through a block.
+                    assert not is_as_predicted and not (has_approved_plan and result["changed"]), (location, result)
                     continue
-                if place in uncertain_places:
+                if location in uncertain_locations:
                     if has_approved_plan:
                         result = restore_predicted_failures(prediction, result)
                     is_as_predicted &= describe_outcomes(prediction) == describe_outcomes(result)
                     self.uncertain_count += 1
                 elif not is_as_predicted and predicted.keys() == actual.keys():
-                    assert describe_outcome(prediction) == outcome, (place, prediction, result)
+                    assert describe_outcome(prediction) == outcome, (location, prediction, result)
                 if is_as_predicted:
-                    comparison.check_result(prediction, result, f"task {place}")
+                    comparison.check_result(prediction, result, f"task {location}")
             assert not is_as_predicted or predicted.keys() == actual.keys(), (predicted.keys(), actual.keys())
             if is_as_predicted:
                 comparison.check_state(lambda: read_state(planner), lambda: read_state(run_client))
@@ -506,8 +506,8 @@ def is_condition(phrase: str) -> bool:
 def make_entries(predicted: dict[str, dict[str, Any]]) -> list[dict[str, Any]]:
     """Move the entries of the plan out of the predicted results. All items of a loop belong to the same task."""
     entries = [
-        {**prediction.pop(PLAN_KEY), "task": place.partition("[")[0], "place": place}
-        for place, prediction in predicted.items()
+        {**prediction.pop(PLAN_KEY), "task": location.partition("[")[0], "location": location}
+        for location, prediction in predicted.items()
         if PLAN_KEY in prediction
     ]
     return mark_dependent_entries(json.loads(json.dumps(entries)))
@@ -519,10 +519,10 @@ def apply_predicted(
     """Run a play that may make only the changes that were predicted. Afterwards, ``run_client`` belongs to the run."""
     state = make_initial_state()
 
-    def run_item(place: str, kind: str, params: dict[str, Any]) -> dict[str, Any]:
+    def run_item(location: str, kind: str, params: dict[str, Any]) -> dict[str, Any]:
         if kind in _LISTINGS:  # A listing changes nothing, and needs no plan.
             return run_task(client, kind, params)
-        option = make_approved_option(entries, {"task": place.partition("[")[0]}, state)
+        option = make_approved_option(entries, {"task": location.partition("[")[0]}, state)
         result = run_task(run_client, kind, {**params, "approved_plan": option})
         if PLAN_KEY in result:
             update_state(state, result.pop(PLAN_KEY))

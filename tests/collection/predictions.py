@@ -45,7 +45,7 @@ class Case:
     ``setup_tasks`` set up the case; ``changes`` then modify the setup, as (change, name of the target).
     ``repeated_actions`` says which actions a second run still performs, and why. ``error_kind`` is the kind of an error
     that both check mode and the run report; ``unpredicted_error`` is the kind of an error that only the run reports.
-    ``needs_session``: whether only a check run predicts the error, and not the keyword ``check_mode`` in a real run.
+    ``needs_session``: whether a check-mode run predicts the error, but ``check_mode`` in a real run does not.
     """
 
     module: str

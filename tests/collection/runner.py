@@ -51,14 +51,14 @@ class Target:
         environment: dict[str, str] | None = None,
         keywords: dict[str, Any] | None = None,
     ) -> list[Result]:
-        """Run ``tasks`` in one play on one host, and return their results. A failure does not end the play."""
+        """Run ``tasks`` in one play on one host, and return their results. A failure does not stop the play."""
         play = {"tasks": [{"ignore_errors": True, **task} for task in tasks], **(keywords or {})}
         results = self.run(play, options=options, environment=environment)
         assert len(results) == len(tasks), self.output
         return results
 
     def run(self, *plays: dict[str, Any], **arguments: Any) -> list[Result]:
-        """Run plays on one host, and return the results of their tasks in the order in which they end."""
+        """Run plays on one host, and return the results of their tasks in the order in which the tasks finish."""
         self.write_playbook("play.yml", *plays)
         return self.run_playbooks("play.yml", **arguments)
 
@@ -71,16 +71,16 @@ class Target:
         self.write_file(name, [play if "import_playbook" in play else {**defaults, **play} for play in plays])
 
     def write_file(self, name: str, content: Any) -> None:
-        """Write a file of a playbook, such as the tasks of a role."""
+        """Write a file that a playbook uses, such as a role's tasks."""
         path = self.scratch / name
         path.parent.mkdir(parents=True, exist_ok=True)
-        # Each task gets a line of its own, as in a playbook that people write. Ansible does not know the lines of JSON.
+        # Each task gets its own line, as in a handwritten playbook. Ansible reports line numbers for YAML, not JSON.
         path.write_text(f"---\n{json.dumps(content, indent=2)}\n")
 
     def run_playbooks(
         self, *names: str, options: tuple[str, ...] = (), environment: dict[str, str] | None = None
     ) -> list[Result]:
-        """Run playbooks, and return the results of their tasks in the order in which they end."""
+        """Run playbooks, and return the results of their tasks in the order in which the tasks finish."""
         record = self.scratch / "results.jsonl"
         record.write_text("")
         process = subprocess.run(

@@ -130,7 +130,7 @@ def test_all_ways_to_run_a_task_are_planned_and_applied(plan_target: Target, pla
         assert not result.get("failed"), result
 
 
-def test_a_change_by_others_stops_the_task_before_it_does_anything(
+def test_another_clients_change_stops_the_task_before_it_does_anything(
     plan_gateway: MemoryGateway, plan_target: Target, plan_path: Path
 ) -> None:
     plan_target.play(BOX)
@@ -164,7 +164,7 @@ def test_a_foreign_snapshot_in_place_of_the_planned_one_stops_the_host(
 
 
 def test_many_hosts_change_one_sandbox(plan_gateway: MemoryGateway, plan_target: Target, plan_path: Path) -> None:
-    """The hosts run in a different order from the check run. Afterwards, the callback ends the applied run."""
+    """The hosts run in a different order from the check-mode run. Afterwards, the callback ends the applied run."""
     plan_target.play(BOX)
     hosts = ",".join(f"h{number}" for number in range(6))
     task = {"grove.sandbox.sandbox_snapshot": {"name": "by-{{ inventory_hostname }}", "sandbox": "box"}}
@@ -182,7 +182,7 @@ def test_many_hosts_change_one_sandbox(plan_gateway: MemoryGateway, plan_target:
 def test_any_of_the_hosts_that_declare_the_same_objects_can_create_them(
     plan_gateway: MemoryGateway, plan_target: Target, plan_path: Path
 ) -> None:
-    """The first host of the check run is the last one in the run, so it uses objects that the other host created."""
+    """The first host of the check-mode run is the last one in the run, so it uses objects of the other host."""
     last_host = "{{ ansible_check_mode | ternary('h2', 'h1') }}"
     wait = {
         "ansible.builtin.command": "sleep {{ 3 if inventory_hostname == last_host else 0 }}",
@@ -289,7 +289,7 @@ def test_a_plan_can_be_applied_in_another_checkout(plan_target: Target, plan_pat
         )
     environment = {
         "ANSIBLE_ROLES_PATH": str(plan_target.scratch / "shared"),
-        **ansible_core_versions.select_release(core),
+        **ansible_core_versions.build_release_environment(core),
     }
     plan_target.run_playbooks(
         *("one/plays/site.yml", "one/plays/import/site.yml"),
@@ -312,7 +312,7 @@ FAULTS = {
     "expired": "PLAN expired at 2020-01-02T00:00:00Z. Make a new plan",
     "newer": "PLAN has format 4, but this release reads only format 3. Use the release that made the plan",
     "incomplete": "the plan is incomplete (",
-    "for another gateway": "the plan was made for another gateway: this task changed nothing",
+    "for another gateway": "the plan was made for a different gateway: this task changed nothing",
 }
 """The beginning of the message, in which PLAN stands for the plan with its path."""
 
@@ -358,7 +358,7 @@ def test_apply_is_refused_where_it_cannot_be_enforced(
     environment = {"GROVE_SANDBOX_APPLY": str(plan_path)}
     state = read_state(plan_gateway)
     (result,) = plan_target.play(BOX, options=("--check",), environment=environment)
-    assert "a check run cannot apply a plan" in result["msg"]
+    assert "a check-mode run cannot apply a plan" in result["msg"]
     (result,) = plan_target.play({**BOX, "async": 60, "poll": 1}, environment=environment)
     assert "async" in result["msg"]
     assert read_state(plan_gateway) == state
@@ -410,7 +410,8 @@ PACKAGE: Task = {"ansible.builtin.package": {"use": "grove.sandbox.sandbox", "na
 @pytest.mark.parametrize(
     "source",
     mark_slow_except(
-        ("extra variable", "no plan"), ["environment", "configuration file", "extra variable", "check run", "no plan"]
+        ("extra variable", "no plan"),
+        ["environment", "configuration file", "extra variable", "check-mode run", "no plan"],
     ),
 )
 def test_a_module_without_its_action_plugin_changes_nothing(
@@ -429,7 +430,7 @@ def test_a_module_without_its_action_plugin_changes_nothing(
         variables = plan_path.with_name("variables.json")
         variables.write_text(json.dumps({"grove_sandbox_plan": plan_path.read_text()}))
         options = ("-e", f"@{variables}")
-    elif source == "check run":
+    elif source == "check-mode run":
         options = ("--check",)
     state = read_state(plan_gateway)
     (result,) = plan_target.play(PACKAGE, options=options, environment=environment)
@@ -471,7 +472,7 @@ def test_a_plan_that_changes_during_the_run_stops_the_next_task(
         environment={"GROVE_SANDBOX_APPLY": str(plan_path), **(ENABLED_CALLBACKS if has_callback else {})},
     )
     assert created["changed"] and refused["failed"], plan_target.output
-    assert ("has been edited" if change == "edited" else "replaced by another one") in refused["msg"]
+    assert ("has been edited" if change == "edited" else "replaced") in refused["msg"]
     assert "In the plan, but not made:" not in plan_target.output
     with plan_gateway.client() as client:
         assert client.get("/snapshots").json() == []

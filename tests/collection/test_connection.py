@@ -221,11 +221,11 @@ def test_failed_transfers_are_reported(gateway: MemoryGateway, web_id: str, tmp_
         ["exec_command", "echo still here"],
         variables=make_connection_variables(gateway)["tcp"],
     )
-    missing_source, upload_to_directory, missing_remote_file, download_of_directory, later_command = response["results"]
+    missing_source, upload_to_directory, missing_remote_file, directory_download, later_command = response["results"]
     assert missing_source["error"] == "AnsibleFileNotFound"
-    for result in (upload_to_directory, missing_remote_file, download_of_directory):
+    for result in (upload_to_directory, missing_remote_file, directory_download):
         assert result["error"] == "AnsibleError" and str(tmp_path) in result["message"], result
-    assert "not a regular file" in upload_to_directory["message"] and "a directory" in download_of_directory["message"]
+    assert "not a regular file" in upload_to_directory["message"] and "a directory" in directory_download["message"]
     assert not (tmp_path / "back").exists()
     assert check_success(later_command)[1] == b"still here\n"
 

@@ -1,7 +1,7 @@
 """Test, with generated playbooks, that loops, blocks, rescues, includes and failures are predicted.
 
-Half of the playbooks run with the plan of their check run, the others without it. The playbooks run on one host or on
-two, which declare the same objects, in parallel or one after the other (`serial`).
+Half of the playbooks run with the plan of their check-mode run, and half without it. The playbooks run on one host or
+on two, which declare the same objects, in parallel or one after the other (`serial`).
 """
 
 from __future__ import annotations
@@ -101,7 +101,7 @@ playbooks = st.builds(
     st.just([]) | make_plays(tasks, max_tasks=1),
 )
 _hosts = st.sampled_from([{"hosts": "h1"}, {"hosts": "h1,h2"}, {"hosts": "h1,h2", "serial": 1}])
-# With one process, the hosts have the same order in the check run and in the run.
+# With one process, the hosts have the same order in the check-mode run and in the run.
 _OPTIONS = ("--diff", "--forks", "1", "-i", "h1,h2,")
 
 

@@ -1,4 +1,4 @@
-"""Test the callback ``plan`` in real runs. A test action writes the journal of these runs."""
+"""Test the ``plan`` callback in real runs. A test action writes the journal of these runs."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ Plan: 1 to create, 1 to remove; 256 MiB of memory."""
 TASKS = (make_journal_task("box", 3), make_journal_task("old", 9, removes=True))
 
 
-def test_a_check_run_prints_and_saves_its_plan(target: Target, tmp_path: Path) -> None:
+def test_a_check_mode_run_prints_and_saves_its_plan(target: Target, tmp_path: Path) -> None:
     path = tmp_path / "plan.json"
     output = run(target, *TASKS, GROVE_SANDBOX_PLAN_FILE=str(path), GROVE_SANDBOX_PLAN_LIFETIME="7200")
     document = _plan_file.load(str(path))
@@ -102,11 +102,11 @@ def test_a_run_without_check_mode_prints_and_saves_nothing(target: Target, tmp_p
     assert path.read_text() == "an old plan"
 
 
-def test_a_check_run_without_changes_prints_one_line(target: Target) -> None:
+def test_a_check_mode_run_without_changes_prints_one_line(target: Target) -> None:
     assert run(target, {"ansible.builtin.debug": {}}) == "The plan changes nothing."
 
 
-def test_a_check_run_whose_changes_are_unknown_says_why(target: Target) -> None:
+def test_a_check_mode_run_whose_changes_are_unknown_says_why(target: Target) -> None:
     """The items of a loop have the same problem."""
     problem = "the changes of task 'Hide it' (play.yml:3) are unknown: it has no_log, so its plan must not be saved"
     task = {"journal": {"entry": json.dumps({"task": "Hide it", "path": "play.yml:3", "problem": problem})}}
@@ -147,7 +147,7 @@ def test_failures_that_end_a_host_make_the_plan_unusable(
 def test_the_lookup_knows_the_failures_of_earlier_plays(
     target: Target, tmp_path: Path, core: str, strategy: str
 ) -> None:
-    """Each host of the first plays ends differently. The last play publishes the plan, and runs on another host."""
+    """Each host finishes the first plays in a different way. The last play publishes the plan on another host."""
 
     def restrict_to_host(host: str, task: Task) -> Task:
         return {**task, "when": f"inventory_hostname == '{host}'"}
@@ -185,7 +185,7 @@ def test_the_lookup_knows_the_failures_of_earlier_plays(
         environment={
             "ANSIBLE_CALLBACKS_ENABLED": "grove.sandbox.plan",
             "GROVE_SANDBOX_PLAN_FILE": str(saved_path),
-            **ansible_core_versions.select_release(core),
+            **ansible_core_versions.build_release_environment(core),
         },
     )
     assert saved_path.exists(), target.output
@@ -209,15 +209,15 @@ def test_a_plan_is_incomplete_until_the_run_has_reached_its_last_playbook(target
         "ANSIBLE_ACTION_PLUGINS": str(HERE / "plugins" / "action"),
         "GROVE_SANDBOX_PLAN_FILE": str(path),
     }
-    problem = "the check run has not reached broken.yml"
+    problem = "the check-mode run has not reached broken.yml"
     for names, problems in ((("first.yml", "broken.yml"), [problem]), (("first.yml", "first.yml"), [])):
         target.run_playbooks(*names, options=("--check",), environment=environment)
         assert _plan_file.load(str(path))["problems"] == problems, target.output
-    problem = "The plan is incomplete:\n  the check run has not reached first.yml\n"
+    problem = "The plan is incomplete:\n  the check-mode run has not reached first.yml\n"
     assert target.output.count(problem) == 1, target.output
 
 
-def test_a_plan_that_cannot_be_saved_is_an_error_and_leaves_no_old_plan(target: Target, tmp_path: Path) -> None:
+def test_failing_to_save_a_plan_is_an_error_and_leaves_no_old_plan(target: Target, tmp_path: Path) -> None:
     path = tmp_path / "plan.json"
     path.write_text("an old plan")
     output = run(target, TASKS[0], GROVE_SANDBOX_PLAN_FILE=str(path), GROVE_SANDBOX_PLAN_LIFETIME="0")

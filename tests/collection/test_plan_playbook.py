@@ -41,7 +41,7 @@ def gateway(tmp_path: Path) -> Iterator[MemoryGateway]:
 
 
 class Runner:
-    """Runs the playbook. ``plan``: the value of the extra variable that the last check run has published."""
+    """Runs the playbook. ``plan``: the value of the extra variable that the last check-mode run has published."""
 
     def __init__(self, scratch: Path, gateway: MemoryGateway) -> None:
         self.scratch, self.gateway = scratch, gateway
@@ -201,7 +201,7 @@ def test_a_plan_that_lacks_a_failed_host_cannot_be_applied(target: Target) -> No
 
 def test_the_lookup_fails_in_a_run_without_check_mode(target: Target) -> None:
     (result,) = target.play({"ansible.builtin.debug": {"msg": "{{ lookup('grove.sandbox.plan') }}"}})
-    assert result["failed"] and "only a check run has a plan" in json.dumps(result), result
+    assert result["failed"] and "only a check-mode run has a plan" in json.dumps(result), result
 
 
 # --- the example of the page -----------------------------------------------------------------------------------------

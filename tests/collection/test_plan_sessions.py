@@ -109,11 +109,13 @@ def test_the_innermost_keyword_decides_whether_a_run_changes_something(plan_targ
     plays: list[dict[str, Any]] = []
     for number, (_is_always, play) in enumerate(CHECK_MODE_PLAYS.values()):
         plays.append({**play, "vars": {"box": f"box-{number}", **play.get("vars", {})}})
-        # This task changes something only if the one before it was in check mode.
+        # This task changes something only if the previous task was in check mode.
         plays.append({"tasks": [BOX], "vars": {"box": f"box-{number}"}})
     expected = {place: is_always for place, (is_always, _play) in CHECK_MODE_PLAYS.items()}
     for options in (("--check",), ()):
-        results = plan_target.run(*plays, options=options, environment=ansible_core_versions.select_release(core))
+        results = plan_target.run(
+            *plays, options=options, environment=ansible_core_versions.build_release_environment(core)
+        )
         changed = {result["sandbox"]["name"]: result["changed"] for result in results if result.get("sandbox")}
         actual = {place: changed.get(f"box-{number}") for number, place in enumerate(CHECK_MODE_PLAYS)}
         assert actual == expected, (options, plan_target.output)
@@ -160,7 +162,7 @@ def test_planned_ids_can_be_searched_for(plan_target: Target) -> None:
         assert [each["name"] for each in found["sandboxes"]] == ["other"], plan_target.output
 
 
-def test_sessions_of_ended_runs_make_room_for_new_ones(
+def test_sessions_of_finished_runs_make_room_for_new_sessions(
     plan_gateway: MemoryGateway, plan_target: Target, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(sessions, "MIN_IDLE_SECONDS", 0.0)
@@ -171,7 +173,7 @@ def test_sessions_of_ended_runs_make_room_for_new_ones(
         assert result["changed"] and not result.get("failed"), result
 
 
-def test_a_restart_of_the_gateway_ends_the_check_run(
+def test_a_gateway_restart_aborts_the_check_mode_run(
     plan_gateway: MemoryGateway, plan_target: Target, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A new session under the same id lacks the changes of earlier tasks, and would assign the same ids again."""
@@ -195,7 +197,9 @@ def test_a_restart_of_the_gateway_ends_the_check_run(
     )
     assert created["changed"] and len(others) == 2, plan_target.output
     for result in others:
-        assert "was restarted during this check run" in result["msg"] and result["failure"]["kind"] == "gone", result
+        assert "was restarted during this check-mode run" in result["msg"] and result["failure"]["kind"] == "gone", (
+            result
+        )
 
 
 def list_sessions(gateway: MemoryGateway) -> list[Any]:
@@ -280,7 +284,7 @@ def test_without_the_callback_sessions_expire(
     assert list_sessions(plan_gateway) == []
 
 
-def test_an_error_at_the_end_of_a_session_is_only_shown_in_verbose_output(
+def test_only_verbose_output_shows_an_error_when_a_session_ends(
     plan_gateway: MemoryGateway, plan_target: Target, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async def refuse(*_: Any) -> None:

@@ -71,7 +71,7 @@ def test_build_template_builds_only_changed_recipes(memory_target: Target) -> No
     recipe = memory_target.client.get("/templates/web")["recipe"]
     assert recipe["packages"] == ["curl", "nginx-light"]
     assert recipe["readyProbe"] == "curl -fs http://localhost/"
-    # Lists can be text, and a survey passes empty values.
+    # A survey passes lists as text, and an empty string for each question without an answer.
     text_variables = {
         "build_packages": ["nginx-light", "curl"],
         "build_setup": "echo hello > /var/www/html/index.html\n",

@@ -1,4 +1,4 @@
-"""Test check runs on sandboxes that only the plan creates or changes."""
+"""Test check-mode runs on sandboxes that only the plan creates or changes."""
 
 from __future__ import annotations
 
@@ -203,7 +203,7 @@ def test_tasks_on_a_predicted_host_are_skipped(
 
 @each_release
 def test_a_real_host_alongside_a_predicted_one_is_reached(core: str, gateway: MemoryGateway, tmp_path: Path) -> None:
-    """This includes a sandbox whose machine the plan does not change, and one that is created during the check run."""
+    """This includes a sandbox whose machine the plan does not change, and one created during the check-mode run."""
     for name in ("real", "updated"):
         create_sandbox(gateway, name)
     run = run_playbook(
@@ -258,7 +258,7 @@ def test_a_real_host_alongside_a_predicted_one_is_reached(core: str, gateway: Me
     assert local["delegated to real"].status == "ok"
 
 
-def test_the_plan_contains_the_tasks_of_a_sandbox_that_run_on_the_control_node(
+def test_the_plan_contains_a_sandboxs_tasks_that_run_on_the_control_node(
     gateway: MemoryGateway, tmp_path: Path
 ) -> None:
     """Root in the sandbox can return anything, so the results of modules that run there are not in the plan."""
@@ -371,7 +371,7 @@ def test_changes_to_real_sandboxes_are_respected(gateway: MemoryGateway, tmp_pat
 
 @each_release
 @pytest.mark.parametrize("has_plan", [False, True], ids=["without a plan", "with a plan"])
-def test_a_check_run_resumes_no_sandbox(core: str, has_plan: bool, gateway: MemoryGateway, tmp_path: Path) -> None:
+def test_a_check_mode_run_resumes_no_sandbox(core: str, has_plan: bool, gateway: MemoryGateway, tmp_path: Path) -> None:
     """Only a task that must act on the real sandbox resumes it."""
     create_sandbox(gateway, "asleep", lifecycle={"autoResume": True})
     create_sandbox(gateway, "stopped")
@@ -421,7 +421,7 @@ def test_a_check_run_resumes_no_sandbox(core: str, has_plan: bool, gateway: Memo
         assert client.get("/sandboxes/asleep").json()["state"] == "running"
 
 
-def test_a_check_run_does_not_resume_a_sandbox_that_is_paused_in_the_meantime(
+def test_a_check_mode_run_does_not_resume_a_sandbox_paused_in_the_meantime(
     gateway: MemoryGateway, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """To the connection plugin, it looks as if a request would not resume the sandbox."""
@@ -511,7 +511,7 @@ def test_without_a_session_real_hosts_are_reached(
     assert result.status == "ok", run.output
 
 
-def test_a_check_run_without_planned_changes_opens_no_session(
+def test_a_check_mode_run_without_planned_changes_opens_no_session(
     gateway: MemoryGateway, tmp_path: Path, session_owners: list[str]
 ) -> None:
     create_sandbox(gateway, "real")

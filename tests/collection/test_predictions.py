@@ -36,7 +36,7 @@ MAX_DIFF_LINES = 60
 
 @dataclass(frozen=True)
 class CaseResults:
-    """The results of a case in a check run, with the keyword ``check_mode``, in the run, and in a second run."""
+    """The results of a case in a check-mode run, with the keyword ``check_mode``, in the run, and in a second run."""
 
     case: Case
     prefix: str
@@ -207,7 +207,7 @@ then for real again.
 
 * The columns *check mode* and *run* show the actions that the result lists in `outcomes`. If both columns are the same,
   the prediction was right. The test then also compares the diff and every value that can be known in advance.
-* The column *check mode* shows the check run. The prediction with the keyword is the same, unless the
+* The column *check mode* shows the check-mode run. The prediction with the keyword is the same, unless the
   [last section](#the-keyword-check_mode) lists it.
 * The column *again* shows the second real run.
 * A single `-` means that there was no action.
@@ -236,7 +236,7 @@ KEYWORD_SECTION = """## The keyword check_mode
 
 A task with the keyword `check_mode: true` in a real run uses no [plan session](plans.md#how-it-works). It is predicted
 on its own, without the failures that only the gateway can find, for example because there is no room for a machine. In
-these cases, the prediction differs from that of a check run:
+these cases, the prediction differs from the prediction of a check-mode run:
 """
 
 

@@ -73,7 +73,7 @@ def test_siblings_have_distinct_identities(runner: EngineRunner) -> None:
     assert abs(float(runner.shell("a", "date +%s")) - time.time()) < 3
 
 
-def test_a_file_written_in_one_fork_is_not_in_others(runner: EngineRunner) -> None:
+def test_a_file_written_in_one_fork_is_not_in_other_forks(runner: EngineRunner) -> None:
     runner.do(runner.engine.forks.fork(TEMPLATE, ForkSpec(names=["a", "b"])))
     runner.shell("a", "echo mine >/root/mine && sync")
     assert runner.shell("b", "ls /root/mine 2>/dev/null || echo absent").strip() == "absent"

@@ -1,4 +1,4 @@
-"""Test that a check run changes nothing on a real host: no file, process, mount or dataset, and no event."""
+"""Test that a check-mode run changes nothing on a real host: no file, process, mount or dataset, and no event."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def make_play(url: str, source: Path, files: Path, abilities: Abilities) -> tupl
     """Return tasks with all actions on objects that exist, and on others that only the plan contains.
 
     The last task would run in a sandbox that only the plan contains. ``url``: the gateway's URL. ``source``: the
-    directory from which a template is built. ``files``: a directory with an exported snapshot that others can read.
+    directory from which a template is built. ``files``: a directory with an exported snapshot that all users can read.
     """
     web = {"name": "web", "from": "rootfs", "path": str(source)}
     prewarm = [
@@ -124,7 +124,7 @@ def gateway(world: World) -> Iterator[tuple[Gateway, Config]]:
 
 @contextmanager
 def stopped(pids: set[str]) -> Iterator[None]:
-    """Stop guests inside the context, because a running guest writes to its files. A check run needs no guests."""
+    """Stop guests inside the context, because a running guest writes to its files. A check-mode run needs no guests."""
     for pid in pids:
         os.kill(int(pid), signal.SIGSTOP)
     try:
@@ -161,7 +161,9 @@ def collected_events(gateway: Gateway, last_event: str) -> Iterator[list[str]]:
     assert not thread.is_alive(), events
 
 
-def test_a_check_run_changes_nothing_on_the_host(gateway: tuple[Gateway, Config], world: World, tmp_path: Path) -> None:
+def test_a_check_mode_run_changes_nothing_on_the_host(
+    gateway: tuple[Gateway, Config], world: World, tmp_path: Path
+) -> None:
     server, config = gateway
     target = Target(server.url, tmp_path)
     (tmp_path / "web").mkdir()

@@ -1,6 +1,6 @@
 """Test, with generated plays and real machines, that a plan session predicts whole plays on every kind of host.
 
-The plays do not build or remove templates, because that takes minutes: a task of the module `sandbox_template` only
+The plays do not build or remove templates, because that takes minutes: a task of the `sandbox_template` module only
 declares that a template does not exist. ``tests/unit/plugins/test_whole_plays.py`` covers templates.
 """
 

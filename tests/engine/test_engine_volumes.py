@@ -440,7 +440,7 @@ def test_a_failed_attach_leaves_nothing_behind(
 # -- forks, rollback, promote, pause -----------------------------------------------------------------------------------
 
 
-def test_a_fork_inherits_mounts_unless_others_are_requested(runner: EngineRunner) -> None:
+def test_a_fork_inherits_mounts_unless_other_mounts_are_requested(runner: EngineRunner) -> None:
     create_volume(runner, "data")
     create_volume(runner, "other")
     create_sandbox(runner, "source", MountSpec("data", "/data"))

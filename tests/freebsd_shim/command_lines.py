@@ -111,7 +111,7 @@ COMMAND_LINES = (
     CommandLine("pw -R DIRECTORY useradd user -m -s /bin/sh", "pw(8)", "USER OPTIONS", is_rare=True),
     CommandLine("pkg -r DIRECTORY install -y PACKAGE …", "pkg(8), pkg-install(8)", "-r; -y", is_rare=True),
 )
-"""The command lines that `CommandRunner` runs, and those that only a FreeBSD host runs."""
+"""The command lines that `CommandRunner` runs, and the command lines that only a FreeBSD host runs."""
 
 ZFS_SUBCOMMANDS = {
     name: f"zfs-{page}(8)"

@@ -227,7 +227,7 @@ def test_staticarp_stops_learning(shim: Shim) -> None:
     server = shim.start("jexec", "sx1", "/usr/bin/python3", "-c", SERVER_PROGRAM)
     assert server.stdout is not None and server.stdout.readline() == "up\n"
     assert shim("/usr/bin/python3", "-c", CLIENT_PROGRAM, "10.213.0.5").returncode == 1, "the host has asked the jail"
-    # The jail asks the host for its Ethernet address and gets an answer, but the host does not learn the jail's.
+    # The jail asks the host for its MAC address and gets an answer, but the host does not learn the jail's.
     assert shim("jexec", "sx1", "/usr/bin/python3", "-c", CLIENT_PROGRAM, "10.213.0.1").returncode == 1
     assert " 58:9c:fc:00:00:01 " in shim.check_ok("jexec", "sx1", "ip", "neighbour", "show", "10.213.0.1")
     assert "02:00:00:00:00:05" not in shim("arp", "-n", "10.213.0.5").stdout

@@ -18,7 +18,7 @@ _SCRIPT = Path(__file__).with_name("verify_on_freebsd.sh")
 
 @contextmanager
 def _kept_responsive(directory: Path) -> Iterator[None]:
-    """Keep zfs-fuse responsive, as ``pools.pool`` does, for the pool that the script creates below ``directory``."""
+    """Keep zfs-fuse responsive, as ``pools.pool`` does, for the pool that the script creates under ``directory``."""
     stop_event = threading.Event()
 
     def watch() -> None:

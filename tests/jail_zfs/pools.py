@@ -96,7 +96,7 @@ def _is_running(pid: int) -> bool:
 
 
 def destroy_all(dataset: str) -> None:
-    """Destroy a dataset and everything below it.
+    """Destroy a dataset and all its descendants.
 
     Retries, because zfs-fuse reports a mounted dataset as busy at the first attempt, and for as long as the dataset is
     mounted in a mount namespace that another test created.
@@ -154,7 +154,7 @@ def _stop_unused_daemon(pid_file: Path) -> None:
 
 @contextlib.contextmanager
 def _kept_responsive(mount_point: Path) -> Iterator[None]:
-    """Keep sending requests to zfs-fuse inside the context, so that it cannot hang.
+    """Keep sending requests to zfs-fuse inside the context, so that it cannot become hung.
 
     A single thread of zfs-fuse polls all file systems, and then does a blocking read from one that has a request. If
     the kernel withdraws that request in between, because its process was stopped or killed, zfs-fuse reads no requests
@@ -184,7 +184,7 @@ def _list_mount_points_below(mount_point: Path) -> list[Path]:
 def _all_respond(mounts: list[Path], timeout: float) -> bool:
     """Query the size of each file system, and return whether all respond in time.
 
-    A request that hangs blocks only its thread.
+    A hung request blocks only its thread.
     """
 
     def query(mount: Path) -> None:

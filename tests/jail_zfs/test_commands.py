@@ -1,4 +1,4 @@
-"""Test commands that hang in the kernel, as on a ZFS or NFS file system that does not respond."""
+"""Test commands that are hung in the kernel, as on a ZFS or NFS file system that does not respond."""
 
 from __future__ import annotations
 

@@ -72,14 +72,14 @@ def test_a_failed_epair_creation_keeps_the_existing_epair(bridge: Bridge) -> Non
 
 
 def list_arp_entries(bridge: Bridge) -> dict[str, str]:
-    """Return the Ethernet addresses of all permanent ARP entries except the host's own, by IP address."""
+    """Return the MAC addresses of all permanent ARP entries except the host's own, by IP address."""
     lines = run_shim("arp", "-n", "-i", bridge.name, "-a").splitlines()
     fields = [line.split() for line in lines if " permanent " in line]
     return {field[1].strip("()"): field[3] for field in fields if field[1] != f"({bridge.gateway})"}
 
 
 def list_static_addresses(bridge: Bridge) -> dict[str, str]:
-    """Return the members to which Ethernet addresses are bound, by address."""
+    """Return the members to which MAC addresses are bound, by address."""
     output = subprocess.run(["bridge", "-j", "fdb", "show", "br", bridge.name], capture_output=True, check=True).stdout
     return {entry["mac"]: entry["ifname"] for entry in json.loads(output) if entry["state"] == "static"}
 

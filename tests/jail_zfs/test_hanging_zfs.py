@@ -1,4 +1,4 @@
-"""Test that a `zfs` command that hangs on one sandbox's dataset does not affect other sandboxes."""
+"""Test that a `zfs` command hung on one sandbox's dataset does not affect other sandboxes."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ exec {zfs} "$@"
 """
 
 
-def test_other_sandboxes_keep_working_while_a_command_hangs(
+def test_other_sandboxes_keep_working_while_a_command_is_hung(
     jail_zfs_world: JailZfsWorld, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     zfs = shutil.which("zfs", path=f"{os.environ['PATH']}:/usr/sbin:/sbin")

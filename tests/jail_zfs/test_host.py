@@ -246,7 +246,7 @@ def test_deleting_a_sandbox_does_not_wait_for_its_dying_jail(
     wait_until(lambda: jail_zfs_world.read_traces(runner.config) == traces_before, 20)
 
 
-def test_resume_chooses_another_name_while_the_old_jail_is_dying(
+def test_resuming_chooses_a_different_name_while_the_old_jail_is_dying(
     make_runner: Callable[..., EngineRunner], set_knob: Callable[[str, str], None]
 ) -> None:
     runner = make_runner(jail_zfs={"dying_seconds": 0.3})

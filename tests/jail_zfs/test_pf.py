@@ -105,7 +105,7 @@ def runner(jail_zfs_world: JailZfsWorld, outside_jail: OutsideJail) -> Iterator[
 
 
 def query_server(runner: EngineRunner, ref: str, address: str) -> str:
-    """Connect to port 7000 of an address from a sandbox. Returns the response, or "" if the server is unreachable."""
+    """From a sandbox, connect to ADDRESS:7000. Returns the response, or "" if the server is unreachable."""
     result = runner.do(runner.engine.commands.exec(ref, ["python3", "-c", CLIENT_PROGRAM, address]))
     return result.stdout.decode().strip() if result.exit_code == 0 else ""
 

@@ -43,7 +43,7 @@ def test_zfs_get_output_is_parsed(lines: list[Property]) -> None:
 
 
 @pytest.mark.parametrize("value", ["two\nlines\tlocal\nand more", "\tlocal\nx", "a\n\tlocal\n\n"])
-def test_a_value_that_looks_like_a_line_end_does_not_hide_the_next_property(value: str) -> None:
+def test_a_value_like_a_line_end_does_not_hide_the_next_property(value: str) -> None:
     lines = [Property("p/a", "a:b", value, "local"), Property("p/b", "a:b", "1", "local")]
     with pytest.raises(ZFSOutputError):
         parse.parse_get(_format_lines(lines))

@@ -1,4 +1,4 @@
-"""Test the serial line to the agent, over which a fork with memory receives its identity."""
+"""Test the serial port of the agent, over which a fork with memory receives its identity."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def test_forks_have_a_line_even_if_the_source_has_none(runner: EngineRunner, con
     runner.remove_all()
 
 
-def test_a_machine_that_does_not_read_the_line_gets_its_identity_over_the_network(
+def test_a_machine_that_ignores_its_serial_port_gets_its_identity_over_the_network(
     runner: EngineRunner, connection_times: list[float]
 ) -> None:
     runner.do(runner.engine.forks.create(TEMPLATE, ForkSpec(names=["source"])))

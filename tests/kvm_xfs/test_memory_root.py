@@ -119,7 +119,7 @@ def test_machines_can_start_from_memory_in_every_way_with_a_root(runner: EngineR
     wait_until(lambda: list_image_names(root.mount_point) == [])
 
 
-def test_forks_start_cold_while_the_root_is_unmounted_and_warm_after_it_is_remounted(
+def test_forks_start_cold_until_the_root_is_mounted_again(
     runner: EngineRunner, root: LoopXfs, make_runner: MakeRunner
 ) -> None:
     digest = read_digest(runner, "source")
@@ -239,7 +239,7 @@ def test_sandboxes_boot_after_a_power_cut_while_the_root_is_not_mounted(
 
 
 @pytest.mark.slow
-def test_a_capture_after_a_new_boot_does_not_use_images_of_the_previous_run(
+def test_a_capture_after_a_new_boot_ignores_images_from_the_previous_run(
     runner: EngineRunner, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     capture_source(runner, "before")

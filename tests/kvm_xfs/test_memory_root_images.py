@@ -190,7 +190,7 @@ def test_a_new_boot_discards_the_images_of_the_previous_run(
         assert image.read_bytes() == machine.memory[:]
 
 
-def test_an_unmounted_file_system_is_detected_and_nothing_is_written_below_it(
+def test_an_unmounted_file_system_is_detected_and_nothing_is_written_there(
     layout: Layout, root_xfs: LoopXfs, memory_directory: MemoryDirectory
 ) -> None:
     roots = MemoryRoots(layout, root_xfs.mount_point)

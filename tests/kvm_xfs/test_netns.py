@@ -48,9 +48,9 @@ pytestmark = pytest.mark.usefixtures("requires_root")
 T = TypeVar("T")
 OPEN_POLICY = NetworkPolicy()
 CLOSED_POLICY = NetworkPolicy(allow_internet=False)
-METADATA_ADDRESS = "100.100.100.200"
-METADATA_SERVICES = (METADATA_ADDRESS, "169.254.169.254", "168.63.129.16", "192.0.0.192")
-"""Metadata services of Alibaba Cloud, most clouds, Azure, and Oracle Cloud."""
+ALIBABA_METADATA_ADDRESS = "100.100.100.200"
+METADATA_ADDRESSES = (ALIBABA_METADATA_ADDRESS, "169.254.169.254", "168.63.129.16", "192.0.0.192")
+"""The addresses of the metadata services of Alibaba Cloud, most other clouds, Azure, and Oracle Cloud."""
 NOBODY_UID = 65534
 CONNECTION_ERRORS = (ConnectionError, OSError)
 _libc = ctypes.CDLL(None, use_errno=True)
@@ -196,8 +196,8 @@ class OutsideMachine(NetworkNamespace):
         self._rule = ("from", subnet, "lookup", self._table)
         run_ip("rule", "add", *self._rule)
         self._host_interface = host_interface
-        for service in METADATA_SERVICES:
-            self.add_address(service)
+        for address in METADATA_ADDRESSES:
+            self.add_address(address)
 
     def add_address(self, address: str) -> None:
         """Receive the packets that slots send to ``address`` as well."""
@@ -381,7 +381,7 @@ async def test_the_policy_is_enforced(policy: NetworkPolicy, is_reachable: bool)
                 guest.connect(outside_machine.address, 80)
 
 
-async def test_a_new_policy_applies_to_open_connections_except_those_of_the_host() -> None:
+async def test_a_new_policy_applies_to_open_connections_except_the_hosts() -> None:
     async with world() as w:
         slot = await w.pool.take(OPEN_POLICY)
         guest = w.add_guest(slot)
@@ -407,21 +407,21 @@ async def test_a_new_policy_applies_to_open_connections_except_those_of_the_host
 
 
 async def test_metadata_services_are_reachable_only_if_a_policy_lists_them() -> None:
-    async with world(dns=[METADATA_ADDRESS]) as w:
+    async with world(dns=[ALIBABA_METADATA_ADDRESS]) as w:
         slot = await w.pool.take(OPEN_POLICY)
         guest = w.add_guest(slot)
         outside_machine = w.add_outside_machine()
         for port in (80, 53):
             w.close_at_end(outside_machine.listen(port))
-        assert not guest.can_reach(METADATA_ADDRESS, 80)
+        assert not guest.can_reach(ALIBABA_METADATA_ADDRESS, 80)
         assert not guest.can_reach("169.254.169.254", 80)
-        assert guest.can_reach(METADATA_ADDRESS, 53, timeout=20), (
+        assert guest.can_reach(ALIBABA_METADATA_ADDRESS, 53, timeout=20), (
             "DNS is blocked at an address that the name servers of some clouds have"
         )
-        await w.pool.apply(slot, NetworkPolicy(allow_out=[METADATA_ADDRESS]))
-        assert guest.can_reach(METADATA_ADDRESS, 80, timeout=20)
+        await w.pool.apply(slot, NetworkPolicy(allow_out=[ALIBABA_METADATA_ADDRESS]))
+        assert guest.can_reach(ALIBABA_METADATA_ADDRESS, 80, timeout=20)
         await w.pool.apply(slot, CLOSED_POLICY)
-        assert not guest.can_reach(METADATA_ADDRESS, 53)
+        assert not guest.can_reach(ALIBABA_METADATA_ADDRESS, 53)
 
 
 async def test_packets_with_a_forged_source_address_are_dropped() -> None:
@@ -502,7 +502,7 @@ async def test_only_permitted_sandboxes_reach_a_volume_port(policy: NetworkPolic
         assert peer[0] == slot.host_address
         assert not guest.can_reach(GATEWAY_ADDRESS, next_port)
         assert not other_guest.can_reach(GATEWAY_ADDRESS, port)
-        # The port is open only at the gateway's address, neither at the servers' own address nor at those of slots.
+        # The port is open only at the gateway's address, neither at the servers' own address nor at slots' addresses.
         for target in (get_volume_address(w.network), other_slot.veth_address, slot.host_address):
             assert not guest.can_reach(target, port)
 

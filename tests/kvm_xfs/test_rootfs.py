@@ -293,7 +293,7 @@ def test_a_tree_that_exceeds_its_disk_is_refused_with_the_required_size(tree: Pa
     build(create_recipe(tree, int(match[1])), tmp_path)
 
 
-def test_build_on_a_full_host_fails_and_cleans_up(tree: Path, tmp_path: Path) -> None:
+def test_a_build_on_a_full_disk_fails_and_leaves_no_files(tree: Path, tmp_path: Path) -> None:
     with LoopXfs(tmp_path / "small.xfs", tmp_path / "small", size_mb=320) as small_xfs:
         (tree / "usr/large").write_bytes(os.urandom(300 << 20))
         with pytest.raises(NoSpace, match="disk is full"):

@@ -11,7 +11,7 @@ from sandbox_gateway.hosts.kvm_xfs.qemu.sockets import connect_to_path, listen_o
 
 
 def test_a_machine_that_accepts_no_connection_does_not_block(tmp_path: Path) -> None:
-    """Otherwise, one QEMU process that hangs would stop the whole gateway."""
+    """Otherwise, one hung QEMU process would block the whole gateway."""
     outcomes: list[str] = []
 
     def connect_repeatedly(connections: contextlib.ExitStack) -> None:

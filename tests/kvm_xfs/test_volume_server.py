@@ -138,7 +138,7 @@ async def setup(xfs_root: Path) -> AsyncIterator[Setup]:
 
 
 def list_files_of_loop_devices(root: Path) -> list[str]:
-    """Return the files below ``root`` that loop devices use.
+    """Return the files under ``root`` that loop devices use.
 
     The comparison uses device and inode numbers, because the paths of loop devices are relative to a server's root.
     """
@@ -166,7 +166,7 @@ async def kill_process(pid: int) -> None:
 
 
 async def wait_for_loop_devices(root: Path) -> None:
-    """Wait until no loop device uses a file below ``root``."""
+    """Wait until no loop device uses a file under ``root``."""
     for _ in range(2000):
         if not list_files_of_loop_devices(root):
             return
@@ -231,7 +231,7 @@ async def test_a_missing_server_program_is_reported_with_its_package(xfs_root: P
 # --- use -------------------------------------------------------------------------------------------------------
 
 
-async def test_writes_of_one_sandbox_are_visible_to_others_and_in_the_image(xfs_root: Path) -> None:
+async def test_writes_are_visible_to_other_sandboxes_and_in_the_image(xfs_root: Path) -> None:
     async with setup(xfs_root) as s:
         volume = await s.create_volume()
         (slot_a, guest_a), (slot_b, guest_b) = await s.create_guest(), await s.create_guest()
@@ -567,7 +567,7 @@ async def test_no_handle_leads_out_of_the_volume(xfs_root: Path) -> None:
         for index in range(len(root)):
             for change in (0x01, 0x80, 0xFF):
                 check_handle(root[:index] + bytes([root[index] ^ change]) + root[index + 1 :])
-        # Other file systems: those of the host, by their number and root.
+        # Other file systems: the host's own, by their number and root.
         for path in ("/usr", "/", str(s.root), "/proc", "/dev", f"/proc/{volume.pid}/root"):
             for inode in (2, 1, 64, 128, os.lstat(path).st_ino & 0xFFFFFFFF):
                 forged_handle = root[:id_offset] + get_filesystem_id(path) + b"\x01" + struct.pack("<II", inode, 0)
@@ -882,7 +882,7 @@ async def test_a_server_that_dies_with_the_gateway_loses_no_data(xfs_root: Path)
         assert volume.mount_volume(guest) == root
 
 
-async def test_a_hanging_server_is_replaced_or_stopped_within_seconds(xfs_root: Path) -> None:
+async def test_a_hung_server_is_replaced_or_stopped_within_seconds(xfs_root: Path) -> None:
     async with setup(xfs_root) as s:
         volume, (slot, guest), (other_slot, _) = await s.create_volume(), await s.create_guest(), await s.create_guest()
         await volume.serve({slot: False})

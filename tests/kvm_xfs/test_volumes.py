@@ -633,7 +633,7 @@ async def test_foreign_files_among_the_volumes_are_ignored(
     assert scan.volumes == [volume] and len(scan.repaired) == 2
 
 
-async def test_the_newer_of_two_volumes_with_the_same_port_gets_another_port(host: VolumeHost) -> None:
+async def test_the_newer_of_two_volumes_with_the_same_port_gets_a_different_port(host: VolumeHost) -> None:
     volume_one, volume_two = await create_two_volumes(host)
     manifest = get_image_path(host, volume_two).with_name("manifest.json")
     manifest.write_text(json.dumps(json.loads(manifest.read_text()) | {"host": volume_one.host}))
@@ -646,7 +646,7 @@ async def test_the_newer_of_two_volumes_with_the_same_port_gets_another_port(hos
 # -- ports -------------------------------------------------------------------------------------------------------------
 
 
-def test_a_released_port_is_reused_after_all_others() -> None:
+def test_a_released_port_is_reused_after_all_other_ports() -> None:
     ports = Ports(())
     first_port = ports.take()
     ports.release(first_port)

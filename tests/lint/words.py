@@ -40,7 +40,7 @@ GUIDE_PATHS = (
 )
 CODE_PATHS = ("gateway/src", "gateway/extras", "plugins", "roles", "playbooks", "benchmarks", "tests", "requirements")
 
-# The checks of proselint that are useful for technical English. The others are about typography, places and slang.
+# The checks of proselint that are useful for technical English. Its other checks concern typography, places and slang.
 PROSELINT_CHECKS = {
     "archaism": True,
     "cliches": True,

@@ -22,7 +22,7 @@ from tests.support import jail_world, session
 
 _BOOT_SECONDS = 600
 _EXTRA_SECONDS = 120
-"""How much longer than a step's deadline the host waits. The guest itself ends the step, unless its kernel hangs."""
+"""How much longer than a step's deadline the host waits. The guest itself stops the step, unless its kernel is hung."""
 _COMMAND_SECONDS = 3600
 _MEMORY_MB = 2048
 _GUEST_STATE = "/var/tmp/grove"
@@ -145,7 +145,7 @@ class Console:
         self._process.wait(30)
 
     def read_line(self, deadline: float) -> str | None:
-        """Return the next line of the console, or None if the guest has ended. Raises TimeoutError at the deadline."""
+        """Return the next line of the console, or None if the guest has exited. Raises TimeoutError at the deadline."""
         assert self._process.stdout is not None
         while b"\n" not in self._rest:
             if not select.select([self._process.stdout], [], [], max(0.0, deadline - time.monotonic()))[0]:
@@ -213,7 +213,7 @@ def _write_disks(selected_steps: Sequence[Step], directory: Path) -> None:
 
 
 def _copy_repository(target: Path) -> None:
-    """Copy the files of the repository, without those that Git ignores."""
+    """Copy the files of the repository, except the files that Git ignores."""
     git = ["git", "-c", "safe.directory=*", "-C", str(session.REPOSITORY)]
     argv = [*git, "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
     names = subprocess.run(argv, capture_output=True, timeout=60, check=True).stdout.decode().split("\0")

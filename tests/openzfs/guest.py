@@ -119,7 +119,7 @@ def _print_lines(lines: IO[bytes]) -> None:
 
 
 def _wait(pid: int | None, deadline: float) -> int | None:
-    """Wait for a process, or for all, and reap orphans that end in the meantime. Returns the process's exit status."""
+    """Wait for a process, or for all, and reap orphans that exit in the meantime. Returns the process's exit status."""
     while time.monotonic() < deadline:
         try:
             ended_pid, status = os.waitpid(-1, os.WNOHANG)

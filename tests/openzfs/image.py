@@ -42,7 +42,7 @@ Components: main
 Signed-By: /usr/share/keyrings/debian-archive-keyring.gpg
 """
 ISOLATION = ("unshare", "--mount", "--propagation", "slave", "--pid", "--fork", "--kill-child")
-"""Runs a command in its own namespaces. Its mounts and processes end with it, and keep no mounts of the host busy."""
+"""Runs a command in its own namespaces. Its mounts and processes disappear with it, and keep no host mounts busy."""
 _APT_SECONDS = 300
 _BUILD_SECONDS = 3600
 """The deadline of each half of the build. Compiling the kernel takes most of the time."""

@@ -27,7 +27,7 @@ pytestmark = pytest.mark.in_order
 
 
 class Installation:
-    """An installation of the gateway that the role creates below ``root``, with its state in ``state_root``."""
+    """An installation of the gateway that the role creates under ``root``, with its state in ``state_root``."""
 
     def __init__(self, root: Path, state_root: Path) -> None:
         network = session.allocate_network()

@@ -309,7 +309,7 @@ def test_sandboxes_survive_a_restart_and_a_crash_of_the_unit(container: Containe
     assert run_sandboxctl(container, "exec", "lives", "--", "cat", "/srv/data/file") == "kept\n"
 
 
-def test_a_hanging_gateway_is_restarted_and_sandboxes_keep_running(
+def test_a_hung_gateway_is_restarted_and_sandboxes_keep_running(
     container: Container, variables: dict[str, Any]
 ) -> None:
     count_before = read_counter(make_sandbox_runner(container))

@@ -164,7 +164,7 @@ def test_a_kernel_without_racct_is_reported(jail_host: JailHost) -> None:
     ("options", "sentence"),
     [
         ({"dataset": "nosuchpool/sandboxes"}, "The pool nosuchpool cannot be queried"),
-        ({"dataset": "wholepool"}, "a dataset below a pool"),
+        ({"dataset": "wholepool"}, "a dataset inside a pool"),
         ({"prefix": "Sandbox"}, "jail_zfs_host_prefix up to 6"),
     ],
 )

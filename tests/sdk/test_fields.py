@@ -177,7 +177,7 @@ def render_table(client: Client) -> str:
             names = [f"`{row.field}`" for row in rows if (row.support, row.reason) == (support, reason) and row.field]
             row_cells.append((", ".join(names), support, reason))
         if not (request in ROUTES and ROUTES[request].include_in_schema):
-            # tests/unit/test_docs.py expects every route written as `METHOD /path` in the OpenAPI document.
+            # tests/unit/test_docs.py expects `METHOD /path` in one code span to be a route of the OpenAPI document.
             request = request.replace(" ", "` `")
         lines += [f"| `{request}` | {names} | {support} | {reason} |" for names, support, reason in row_cells]
     return "\n".join(lines)

@@ -12,7 +12,7 @@ from tests.security.routes import Target, created_target
 
 @pytest.fixture(scope="module")
 def shared_target(_get_gateway_of_folder: Callable[[str], MemoryGateway]) -> Iterator[Target]:
-    """A target with its own gateway, because the fixture ``memory_gateway`` removes all objects after each test."""
+    """A target with its own gateway, because the ``memory_gateway`` fixture removes all objects after each test."""
     with created_target(_get_gateway_of_folder("targets")) as target:
         yield target
 

@@ -73,7 +73,7 @@ class Target:
 
 
 def list_route_templates() -> list[tuple[str, str]]:
-    """Return (method, path) of all routes, including those that the OpenAPI document omits."""
+    """Return (method, path) of all routes, including the routes that the OpenAPI document omits."""
     routes = {(method.upper(), path) for path, item in build_openapi_document()["paths"].items() for method in item}
     for module in pkgutil.walk_packages(api.__path__, f"{api.__name__}."):
         router = getattr(importlib.import_module(module.name), "router", None)

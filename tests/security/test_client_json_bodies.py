@@ -187,7 +187,7 @@ def test_many_invalid_members_use_little_memory(target: Target, method: str, pat
     assert statuses == [400] and success_count
 
 
-def test_many_large_bodies_do_not_delay_others(target: Target) -> None:
+def test_many_large_bodies_do_not_delay_other_clients(target: Target) -> None:
     body = json.dumps({"args": ["true"], "env": {}}).encode()[:-1] + b', "x":' + make_object(b'"%d":1', 1 << 20) + b"}"
     statuses: list[int] = []
 

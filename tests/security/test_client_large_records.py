@@ -60,7 +60,7 @@ def check_over_quota(response: httpx.Response, *texts: str) -> None:
 
 
 def check_busy(response: httpx.Response, *texts: str) -> None:
-    """Check a refusal that other sessions cause. The client may repeat the request when one of them has ended."""
+    """Check a refusal that other sessions cause. The client may repeat the request once one of them has closed."""
     check_refusal(response, 429, "busy", texts)
     assert response.headers["Retry-After"]
 

@@ -1,4 +1,4 @@
-"""Neither clients that read slowly nor services that write slowly delay others or use much memory."""
+"""Neither clients that read slowly nor services that write slowly delay other clients or use much memory."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def measure_memory() -> int:
     return int(Path("/proc/self/statm").read_text().split()[1]) * 4096
 
 
-def test_many_slow_clients_do_not_delay_others(
+def test_many_slow_clients_do_not_delay_other_clients(
     memory_gateway: MemoryGateway, api: httpx.Client, sandbox: dict[str, Any]
 ) -> None:
     other_sandbox, sent_bytes = create_sandbox(api, name="other"), 0
@@ -125,7 +125,7 @@ def count_buffered_bytes(stream: heads.CountingStream) -> int:
     return sum(map(len, stream._transport.get_protocol().read_queue))
 
 
-def test_slow_services_do_not_delay_others(
+def test_slow_services_do_not_delay_other_clients(
     memory_gateway: MemoryGateway, api: httpx.Client, sandbox: dict[str, Any]
 ) -> None:
     other_sandbox = create_sandbox(api, name="other")

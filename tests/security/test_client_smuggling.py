@@ -316,7 +316,7 @@ def test_pipelined_requests_stay_separate(
         assert other_service.heads == []
 
 
-def test_a_pipelined_request_does_not_belong_to_the_plan_session_of_the_one_before(
+def test_a_pipelined_request_is_not_in_the_previous_requests_plan_session(
     memory_gateway: MemoryGateway, api: httpx.Client
 ) -> None:
     with memory_gateway.client(ADMIN_KEY) as client:

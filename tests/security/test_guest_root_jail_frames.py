@@ -1,4 +1,4 @@
-"""Root in a jail sends arbitrary frames: forged ARP, other Ethernet addresses, other source addresses.
+"""Root in a jail sends arbitrary frames: forged ARP, other MAC addresses, other source addresses.
 
 The jails are connected by the gateway's own code. The frames are sent from the jail's network stack with a packet
 socket. Root in a jail cannot open such a socket, but can send such frames by changing its interface's addresses.
@@ -154,7 +154,7 @@ class JailWorld:
             server.communicate()
 
     def is_reachable(self, address: str, jail: str = "") -> bool:
-        """Return whether the host, or a jail, can connect to the server at an address."""
+        """Return whether a jail, or the host if ``jail`` is "", can connect to the server at ``address``."""
         prefix = ("jexec", jail) if jail else ()
         return self.shim(*prefix, "/usr/bin/python3", "-c", CLIENT_PROGRAM, address).returncode == 0
 
@@ -222,10 +222,10 @@ def read_bridge_mac(world: JailWorld) -> str:
     return world.read_mac("sxbr0")
 
 
-# --- Ethernet addresses and ARP ------------------------------------------------------------------------------------
+# --- MAC addresses and ARP -----------------------------------------------------------------------------------------
 
 
-async def test_frames_from_another_jails_ethernet_address_do_not_divert_its_packets(world: JailWorld) -> None:
+async def test_frames_from_another_jails_mac_address_do_not_divert_its_packets(world: JailWorld) -> None:
     await add_both_jails(world)
     with world.serving(f"sx{VICTIM_NUMBER}"):
         assert world.is_reachable(world.victim.address)
@@ -265,7 +265,7 @@ async def test_forged_arp_does_not_change_the_hosts_table(world: JailWorld) -> N
         assert world.is_reachable(world.victim.address)
 
 
-async def test_forged_arp_cannot_take_the_address_of_a_jail_that_has_not_sent_anything(world: JailWorld) -> None:
+async def test_forged_arp_cannot_take_a_silent_jails_address(world: JailWorld) -> None:
     """The host asks nobody for the address of a jail, so nobody can answer first."""
     await add_both_jails(world)
     sniffer = _wait_until_up(world.run_in_stack(f"sx{ATTACKER_NUMBER}", _SNIFF_PROGRAM, world.attacker.inner_end))

@@ -1,7 +1,7 @@
 """Root in a sandbox attacks metadata services, the host's connection-tracking table and other sandboxes.
 
 The guest is a network namespace on a real slot (see ``tests.kvm_xfs.test_netns``). Its packets take the same path as
-those of a virtual machine.
+a virtual machine's packets.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from sandbox_gateway.hosts.kvm_xfs.network import rules
 from sandbox_gateway.hosts.kvm_xfs.network.addresses import GATEWAY_ADDRESS, GUEST_MAC, Slot
 from sandbox_gateway.records import NetworkPolicy
 from tests.kvm_xfs.test_netns import (
-    METADATA_ADDRESS,
-    METADATA_SERVICES,
+    ALIBABA_METADATA_ADDRESS,
+    METADATA_ADDRESSES,
     OPEN_POLICY,
     Guest,
     open_tap,
@@ -56,16 +56,16 @@ async def test_metadata_services_are_unreachable_unless_allowed(policy: NetworkP
         outside_machine = w.add_outside_machine()
         w.close_at_end(outside_machine.listen(80))
         assert guest.can_reach(outside_machine.address, 80, timeout=20), "the outside machine is unreachable"
-        assert [service for service in METADATA_SERVICES if guest.can_reach(service, 80)] == []
+        assert [service for service in METADATA_ADDRESSES if guest.can_reach(service, 80)] == []
 
 
-@pytest.mark.parametrize("service", METADATA_SERVICES)
-async def test_allowing_one_metadata_address_does_not_allow_others(service: str) -> None:
+@pytest.mark.parametrize("service", METADATA_ADDRESSES)
+async def test_allowing_one_metadata_address_does_not_allow_the_rest(service: str) -> None:
     async with world() as w:
         guest = w.add_guest(await w.pool.take(NetworkPolicy(allow_out=["0.0.0.0/0", service])))
         w.close_at_end(w.add_outside_machine().listen(80))
         assert guest.can_reach(service, 80, timeout=20)
-        assert [each for each in METADATA_SERVICES if each != service and guest.can_reach(each, 80)] == []
+        assert [each for each in METADATA_ADDRESSES if each != service and guest.can_reach(each, 80)] == []
 
 
 @pytest.mark.parametrize(
@@ -85,7 +85,7 @@ async def test_a_name_server_at_a_metadata_address_answers_only_dns(policy: Netw
         for port in (80, 53):
             w.close_at_end(outside_machine.listen(port))
         assert guest.can_reach(AZURE_ADDRESS, 53, timeout=20 if is_reachable else 0.8) is is_reachable
-        assert not guest.can_reach(METADATA_ADDRESS, 53)
+        assert not guest.can_reach(ALIBABA_METADATA_ADDRESS, 53)
         assert not guest.can_reach(AZURE_ADDRESS, 80)
 
 

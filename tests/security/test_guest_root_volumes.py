@@ -300,7 +300,7 @@ async def test_restarts_of_a_crashing_server_are_delayed(xfs_root: Path) -> None
         assert volume.connect_nfs(guest).getattr(volume.mount_volume(guest)).kind == 2
 
 
-async def test_no_other_server_can_answer_for_one_that_has_ended(xfs_root: Path) -> None:
+async def test_no_other_server_can_answer_for_a_server_that_has_exited(xfs_root: Path) -> None:
     """All servers share a network namespace, so a compromised one can open a port as soon as it is free."""
     async with setup(xfs_root) as s:
         volume, (slot, guest) = await s.create_volume(), await s.create_guest()

@@ -1,4 +1,4 @@
-"""Root in a guest has found a response that makes the gateway's event loop hang: the service manager must notice.
+"""Root in a guest has found a response that blocks the gateway's event loop: the service manager must notice.
 
 The roles' tests check that systemd then restarts the gateway.
 """

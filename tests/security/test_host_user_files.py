@@ -40,7 +40,7 @@ print(json.dumps(readable))
 
 
 def find_readable_files(paths: list[Path]) -> list[str]:
-    """Return those of ``paths`` that an unprivileged user can read."""
+    """Return the ``paths`` that an unprivileged user can read."""
     result = subprocess.run(
         ["/usr/bin/python3", "-I", "-c", READ_SCRIPT],
         input=json.dumps([str(path) for path in paths]),

@@ -52,7 +52,7 @@ def run_directory(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def agent_ports(run_directory: Path) -> Iterator[tuple[int, int]]:
-    """The port of the agent, and that of its code interpreter."""
+    """The ports of the agent and its code interpreter."""
     source_directory = Path(str(sandbox_agent.__file__)).parent.parent
     argv = [sys.executable, "-c", AGENT_SCRIPT, str(source_directory), str(run_directory)]
     with subprocess.Popen(argv, stdout=subprocess.PIPE, text=True) as process:
@@ -163,7 +163,7 @@ def test_a_host_user_cannot_lock_the_gateway_out(
         assert send_request(code_port, "/contexts", {}, derived_token, method="GET") == 200
 
 
-def test_a_flood_of_connections_does_not_end_those_of_the_gateway(
+def test_a_connection_flood_does_not_close_the_gateways_connections(
     agent_port: int, run_directory: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     send_identity(agent_port, identity.read_gateway_key(run_directory), monkeypatch)

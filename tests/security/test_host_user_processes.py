@@ -84,7 +84,7 @@ class MachineSetup:
     def start_imitation(self, label: str, files: InstanceFiles) -> subprocess.Popen[bytes]:
         """Start a process of an unprivileged user that claims to be the machine of ``files``.
 
-        The user can open any file below the state root, but only with O_PATH.
+        The user can open any file under the state root, but only with O_PATH.
         """
         disk = os.open(files.disk, os.O_PATH)
         try:
@@ -95,7 +95,7 @@ class MachineSetup:
 
     @contextlib.asynccontextmanager
     async def restarted_gateway(self, sandboxes: list[Sandbox]) -> AsyncIterator[tuple[Machines, Scan]]:
-        """Adopt the machines of ``sandboxes``, and end the adopted ones when the context is left."""
+        """Adopt the machines of ``sandboxes``, and stop the adopted machines when the context exits."""
         no_volumes: Any = SimpleNamespace(revoke_all=lambda instance, then: False)
         network, scan = self._s.network, Scan(sandboxes=sandboxes)
         config = Config.model_validate({"host": {"kind": "kvm_xfs"}, "network": network.model_dump()})
@@ -132,7 +132,7 @@ def was_killed(pid: int) -> bool:
 def running_process(
     arguments: list[str], program: Path | str, *, user: int = _NOBODY_UID, descriptors: tuple[int, ...] = ()
 ) -> Iterator[subprocess.Popen[bytes]]:
-    """Start a program, by default as an unprivileged user. It is killed when the context is left."""
+    """Start a program, by default as an unprivileged user. It is killed when the context exits."""
     with subprocess.Popen(
         arguments,
         executable=program,
@@ -180,7 +180,9 @@ async def test_imitated_machines_are_ignored(xfs_root: Path, monkeypatch: pytest
             assert all(each.poll() is None for each in imitations)
 
 
-async def test_a_machine_that_claims_to_be_another_is_stopped(xfs_root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_machine_that_claims_to_be_another_machine_is_stopped(
+    xfs_root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A guest that controls QEMU can change QEMU's command line."""
     async with machine_setup(xfs_root, monkeypatch) as s:
         victim, attacker = s.create_sandbox("victim"), s.create_sandbox("attacker")

@@ -42,9 +42,7 @@ def list_host_files(root: Path) -> list[str]:
     return [path.name for path in (root.parent / "host").rglob("*")]
 
 
-async def test_a_link_at_the_agents_directory_does_not_let_root_compile_files_of_the_host(
-    root: Path, tmp_path: Path
-) -> None:
+async def test_root_compiles_no_host_files_through_a_link_at_the_agents_directory(root: Path, tmp_path: Path) -> None:
     """A user of the host has put a file there, and the image has a link to it: /opt refers to that directory."""
     (root / "opt").symlink_to(tmp_path / "host")
     agent = tmp_path / "agent"
@@ -75,7 +73,7 @@ def pw_calls(monkeypatch: pytest.MonkeyPatch) -> list[Sequence[str]]:
 
 
 @pytest.mark.parametrize("name", ["etc", "etc/master.passwd", "etc/group", "etc/spwd.db", "etc/pwd.db.tmp"])
-async def test_a_link_at_the_accounts_of_a_jail_does_not_add_a_user_to_the_host(
+async def test_a_link_at_a_jails_accounts_adds_no_user_to_the_host(
     root: Path, pw_calls: list[Sequence[str]], name: str
 ) -> None:
     """pw resolves links as on the host, not inside the tree. This relative link has the same target either way."""
@@ -93,7 +91,7 @@ async def test_a_link_at_the_accounts_of_a_jail_does_not_add_a_user_to_the_host(
     assert pw_calls == []
 
 
-async def test_a_link_at_the_home_directories_of_a_jail_creates_nothing_on_the_host(
+async def test_a_link_at_a_jails_home_directories_creates_nothing_on_the_host(
     root: Path, tmp_path: Path, pw_calls: list[Sequence[str]]
 ) -> None:
     (root / "etc/master.passwd").write_text("root::0:0::0:0::/root:/bin/sh\nother::1000:1000::0:0::/:/bin/sh\n")
@@ -168,7 +166,7 @@ def memory_directory() -> Iterator[Path]:
     subprocess.run(["rm", "-rf", "--", directory], check=True, timeout=60)
 
 
-def test_a_deep_tree_that_a_killed_build_left_behind_does_not_keep_the_gateway_from_starting(
+def test_the_gateway_starts_despite_a_deep_tree_left_by_a_killed_build(
     memory_directory: Path,
 ) -> None:
     make_deep_tree(memory_directory / f"{PARTIAL_PREFIX}template")

@@ -93,7 +93,7 @@ def test_headers_cannot_be_used_instead_of_a_key(target: Target, header: dict[st
 
 
 @pytest.mark.parametrize("key", ["", ADMIN_KEY])
-def test_bodies_of_tiny_chunks_do_not_delay_others(memory_gateway: MemoryGateway, key: str) -> None:
+def test_bodies_of_tiny_chunks_do_not_delay_other_clients(memory_gateway: MemoryGateway, key: str) -> None:
     """Tens of thousands of chunks fit into a single read. On 20 connections, they once delayed `/health` by 19 s."""
     request_head = (
         f"POST /sandboxes HTTP/1.1\r\nHost: x\r\nX-API-Key: {key}\r\nTransfer-Encoding: chunked\r\n\r\n".encode()

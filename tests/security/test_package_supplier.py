@@ -173,7 +173,7 @@ def mirror(genuine_files: dict[str, bytes]) -> Iterator[Mirror]:
 
 
 class Attack:
-    """Puts code that creates the file ``mark`` into different kinds of packages."""
+    """Creates malicious packages of several kinds. Their code creates the file ``mark`` if it runs."""
 
     def __init__(self, directory: Path) -> None:
         self.mark = directory / "attacked"

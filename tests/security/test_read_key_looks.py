@@ -33,7 +33,7 @@ def _make_read_only_client(memory_gateway: MemoryGateway) -> httpx.Client:
     return client
 
 
-def test_a_hanging_agent_makes_divergence_unknown(memory_gateway: MemoryGateway, sandbox: dict[str, Any]) -> None:
+def test_an_unresponsive_agent_makes_divergence_unknown(memory_gateway: MemoryGateway, sandbox: dict[str, Any]) -> None:
     with (
         memory_gateway.client() as client,
         replaced_agent(memory_gateway, sandbox, b"HTTP/1.1 200 OK\r\n", next_handler=_hang),
@@ -46,7 +46,7 @@ def test_a_hanging_agent_makes_divergence_unknown(memory_gateway: MemoryGateway,
     assert _make_read_only_client(memory_gateway).get("/sandboxes/one").json()["state"] == "running"
 
 
-def test_hanging_agents_are_queried_concurrently(memory_gateway: MemoryGateway) -> None:
+def test_unresponsive_agents_are_queried_concurrently(memory_gateway: MemoryGateway) -> None:
     sandboxes = [create_sandbox(memory_gateway, f"s{number}") for number in range(_AGENT_COUNT)]
     honest_sandbox = create_sandbox(memory_gateway, "honest")
     with contextlib.ExitStack() as stack:
@@ -66,7 +66,7 @@ def test_hanging_agents_are_queried_concurrently(memory_gateway: MemoryGateway) 
     [b'"\\' * 100_000, b'"' * 200_000, b"[" * 200_000, b'{"a": ' + b"9" * 200_000 + b"}"],
     ids=["strings without an end", "quotes", "deep", "digits"],
 )
-def test_a_response_that_is_slow_to_parse_does_not_delay_others(
+def test_a_response_that_is_slow_to_parse_does_not_delay_other_requests(
     memory_gateway: MemoryGateway, sandbox: dict[str, Any], body: bytes
 ) -> None:
     with memory_gateway.client() as client, replaced_agent(memory_gateway, sandbox, make_response(body)):

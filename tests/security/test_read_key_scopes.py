@@ -100,7 +100,7 @@ def test_no_spelling_of_the_path_exports_a_snapshot(target: Target, key: str) ->
 
 @pytest.mark.parametrize("is_open", [True, False], ids=["open", "unknown"])
 def test_a_plan_session_changes_nothing(target: Target, is_open: bool) -> None:
-    """A read-only key may send every request below a plan session, so no route may ignore the session."""
+    """A read-only key may send every request inside a plan session, so no route may ignore the session."""
     caller = Caller(target.gateway, READ_HEADERS)
     _, body = caller.request("POST", PLANS_PATH, json.dumps({"run": f"an attack on every route, {is_open}"}).encode())
     open_id = json.loads(body)["planID"]
@@ -118,7 +118,7 @@ def test_a_plan_session_changes_nothing(target: Target, is_open: bool) -> None:
 
 
 def test_an_applied_run_gives_no_rights(target: Target) -> None:
-    """A path below a run gives a key no more rights, whether the run exists or not. Even `/health` needs a key."""
+    """A path under a run gives a key no more rights, whether the run exists or not. Even `/health` needs a key."""
     for headers in (READ_HEADERS, EXEC_HEADERS, {}):
         caller = Caller(target.gateway, headers)
         status, body = caller.request("POST", RUNS_PATH, json.dumps({"run": "an attack on every route"}).encode())
@@ -249,7 +249,7 @@ def test_a_plan_session_predicts_builds_from_the_last_digest_of_their_source(
 
 
 def _build_template(client: httpx.Client, path: str, body: dict[str, Any]) -> int:
-    """Request a build and wait until it has ended. Returns the status of the response."""
+    """Request a build and wait until it has finished. Returns the status of the response."""
     response = client.post(path, json=body if path.endswith("/templates") else None)
     if response.status_code == 202:
         build = response.json()

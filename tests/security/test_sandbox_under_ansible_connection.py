@@ -282,7 +282,7 @@ def test_registered_results_cannot_redirect_tasks(
 
 
 @pytest.mark.parametrize("vars_level", ["play", "task"])
-def test_vars_of_a_play_are_refused(
+def test_play_or_task_vars_are_refused(
     core: str,
     gateway: FakeGateway,
     attacker_server: FakeGateway,

@@ -20,7 +20,7 @@ pytestmark = pytest.mark.parametrize("core", ansible_core_versions.RELEASES)
 KEY = "key-of-the-environment"
 INFO_MODULE = "grove.sandbox.sandbox_info"
 PING_TASK: dict[str, Any] = {"ansible.builtin.ping": None}
-REFUSAL_MESSAGE = "is not sent there"
+REFUSAL_MESSAGE = "SANDBOX_GATEWAY_TOKEN is not used"
 
 
 @pytest.fixture

@@ -19,7 +19,7 @@ _OLDEST_PINS = (
     "ansible-core==2.16.19 --hash=sha256:d7a32ba0f96f9c6582b7ff159a4a6f0e694662cfc4840497c88fed63bf58cd14",
     "resolvelib==1.0.1 --hash=sha256:d2da45d1a8dfee81bdd591647783e340ef3bcb104b54c383f70d422ef5cc7dbf",
 )
-"""Packages that have another version in .venv. All others come from .venv, as pinned in requirements/dev.txt."""
+"""Packages whose version differs from .venv. All other packages come from .venv (pinned in requirements/dev.txt)."""
 _RUN_TIMEOUT_SECONDS = 300
 
 
@@ -63,9 +63,9 @@ def _make_environment(core: str, scratch: Path) -> dict[str, str]:
         "LC_ALL": "C.UTF-8",
         "PYTHONDONTWRITEBYTECODE": "1",
     }
-    return {**variables, **select_release(core)}
+    return {**variables, **build_release_environment(core)}
 
 
-def select_release(core: str) -> dict[str, str]:
-    """Return the environment variables with which a Python of the tests imports a release."""
+def build_release_environment(core: str) -> dict[str, str]:
+    """Return the environment variables with which the tests' Python imports the release ``core`` of ansible-core."""
     return {"PYTHONPATH": str(packages.install("ansible-core", "\n".join(_OLDEST_PINS)))} if core == OLDEST else {}

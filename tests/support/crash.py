@@ -2,7 +2,7 @@
 
 An audit hook counts every step that has an effect outside the process, such as creating or renaming a file, issuing an
 ioctl, starting a process, or sending a command to QEMU. At the requested step, the process exits immediately, as after
-``kill -9``. If it does not reach that step, it ends normally, and prints the number of steps and the numbers of those
+``kill -9``. If it does not reach that step, it exits normally, and prints the number of steps and the numbers of those
 that are QMP commands, as JSON.
 
 Each operation runs in a forked copy of a process that has already imported all modules. With arguments, the program
@@ -218,7 +218,7 @@ class OperationRunner:
         if self._process is not None:
             try:
                 self._process.communicate(timeout=30)
-            except subprocess.TimeoutExpired:  # also kill an operation that hangs
+            except subprocess.TimeoutExpired:  # also kill a hung operation
                 os.killpg(self._process.pid, signal.SIGKILL)
                 self._process.wait(30)
             self._process = None

@@ -1,7 +1,7 @@
 """A gateway that fails on request: the real API and engine with an in-memory host, behind a proxy.
 
 The proxy is an HTTP server that forwards requests, and can refuse, change, delay or drop them. The host's machines are
-those of tests/api/memory_host.py, with a shell that supports the commands that the collection's tests run.
+the hosts of tests/api/memory_host.py, with a shell that supports the commands that the collection's tests run.
 """
 
 from __future__ import annotations
@@ -139,7 +139,7 @@ class FaultyGateway:
         return [name for each in self.list_objects(kind) for name in each.get("names") or [each["name"]]]
 
     def end_machine(self, name: str) -> None:
-        """Stop a sandbox's machine as if its process had ended, and wait until the gateway has detected that."""
+        """Stop a sandbox's machine as if its process had exited, and wait until the gateway has detected that."""
         (sandbox,) = self.request("GET", f"/sandboxes?name={name}")
         instance = self._host.saved_sandboxes[sandbox["sandboxID"]].instance
 

@@ -1,4 +1,4 @@
-"""Install the command `forkd` from the repository's gateway/extras/forkd."""
+"""Install the `forkd` command from the repository's gateway/extras/forkd."""
 
 from __future__ import annotations
 

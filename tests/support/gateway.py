@@ -22,7 +22,7 @@ _BUILD_TIMEOUT_SECONDS = 900
 
 
 class Gateway:
-    """A daemon with its own directories and network. ``environment``: variables to add to those of this process.
+    """A daemon with its own directories and network. ``environment``: variables to add to this process's environment.
 
     ``client`` connects over ``socket``, as an administrator. Programs can connect to ``url``.
     """

@@ -331,7 +331,7 @@ class JailZfsWorld:
 
 
 def _is_within(process: Path, directory: Path) -> bool:
-    """Return whether the root directory of a process, or its working directory, is below ``directory``."""
+    """Return whether the root directory of a process, or its working directory, is under ``directory``."""
     try:
         return process.name.isdigit() and any(
             str((process / link).readlink()).startswith(f"{directory}/") for link in ("root", "cwd")

@@ -42,7 +42,7 @@ class EngineRunner:
         return asyncio.run_coroutine_threadsafe(work, self._loop).result(timeout)
 
     def follow(self, build: Build, timeout: float) -> list[str]:
-        """Wait until a build has ended, and return the lines of its log."""
+        """Wait until a build has finished, and return the lines of its log."""
 
         async def collect() -> list[str]:
             return [line async for line in build.follow()]

@@ -35,9 +35,9 @@ def read_machine(world: World, config: Config) -> dict[str, Any]:
 
 
 def read_files(roots: Iterable[Path]) -> Iterator[tuple[str, tuple[Any, ...]]]:
-    """Yield ``(path, state)`` for everything below some directories. Omits other file systems that are mounted there.
+    """Yield ``(path, state)`` for everything under some directories. Omits other file systems that are mounted there.
 
-    The state contains the time of the last change of the contents, the owner, the mode or an extended attribute.
+    The state contains the time of the last change to the contents, the owner, the mode or an extended attribute.
     """
     for root in sorted(roots):
         device = root.lstat().st_dev

@@ -80,18 +80,18 @@ def _make_edit(old: bytes, new: bytes) -> Callable[[], bytes]:
     return edit
 
 
-def _make_edited_plan(place: str, value: Any) -> Callable[[], bytes]:
-    """Return a function that makes a signed plan with ``value`` at ``place``."""
-    return lambda: sign(set_value(make_plan(), place, value))
+def _make_edited_plan(location: str, value: Any) -> Callable[[], bytes]:
+    """Return a function that makes a signed plan with ``value`` at ``location``."""
+    return lambda: sign(set_value(make_plan(), location, value))
 
 
-def set_value(plan: dict[str, Any], place: str, value: Any) -> dict[str, Any]:
-    """Return a copy of a plan with another value at a place, such as "entries/0/host", or without it if ``REMOVED``.
+def set_value(plan: dict[str, Any], location: str, value: Any) -> dict[str, Any]:
+    """Return a copy of a plan with a different value at a location such as "entries/0/host". ``REMOVED`` removes it.
 
-    In ``place``, "|" stands for a slash in a key.
+    In ``location``, "|" stands for a slash in a key.
     """
     changed_plan: dict[str, Any] = json.loads(json.dumps(plan))
-    *steps, last = (int(step) if step.isdigit() else step.replace("|", "/") for step in place.split("/"))
+    *steps, last = (int(step) if step.isdigit() else step.replace("|", "/") for step in location.split("/"))
     container: Any = changed_plan
     for step in steps:
         container = container[step]
@@ -109,8 +109,8 @@ def _make_nested_list(depth: int) -> Any:
     return value
 
 
-def _make_invalid_file(name: str, place: str, value: Any, problem: str) -> PlanFile:
-    return PlanFile(name, _make_edited_plan(place, value), f"PLAN is invalid: {problem}")
+def _make_invalid_file(name: str, location: str, value: Any, problem: str) -> PlanFile:
+    return PlanFile(name, _make_edited_plan(location, value), f"PLAN is invalid: {problem}")
 
 
 _ACTION, _CHANGE = "entries/0/actions/0", "entries/0/actions/0/changes/0"

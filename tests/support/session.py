@@ -49,7 +49,7 @@ def get_run_path() -> Path:
 
 
 def get_run_dir() -> Path:
-    """Return this lane's directory below ``get_run_path``, which is created on first use and removed after the run.
+    """Return this lane's directory under ``get_run_path``. It is created on first use and removed after the run.
 
     The path is short, because the path of a unix socket may have at most 107 characters.
     """

@@ -263,7 +263,7 @@ def _list_processes() -> list[Path]:
 
 
 def _find_names_below(process: Path, root: Path) -> list[str]:
-    """Return the names directly below ``root`` that occur in the command line of a process."""
+    """Return the names directly under ``root`` that occur in the command line of a process."""
     try:
         return re.findall(rf"{re.escape(str(root))}/([^/\0]+)", (process / "cmdline").read_text(errors="replace"))
     except OSError:

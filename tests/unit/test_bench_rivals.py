@@ -105,7 +105,7 @@ SAVED_XML = b"<domain><name>source</name><target dev='rival00'/></domain>"
 
 @pytest.fixture
 def saved_file(tmp_path: Path) -> Path:
-    """A file like those that `virsh save` creates: a 92-byte header, the XML, and the state of the machine."""
+    """A file such as `virsh save` creates: a 92-byte header, the XML, and the state of the machine."""
     path = tmp_path / "source.save"
     header = struct.pack("=16sII", b"LibvirtQemudSave", 2, len(SAVED_XML)).ljust(92, b"\0")
     path.write_bytes(header + SAVED_XML + b"rival00 state")

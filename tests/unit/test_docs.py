@@ -108,7 +108,7 @@ def test_fences_are_closed_and_have_a_language(page: Path) -> None:
 
 @cache
 def load_module_options() -> dict[str, dict[str, Any]]:
-    """Return each module's options, including those of its documentation fragments, by the module's full name."""
+    """Return each module's options, including those from its documentation fragments, by the module's full name."""
     return {
         f"{COLLECTION_PREFIX}{path.stem}": _load_options(path)
         for path in (REPOSITORY / "plugins" / "modules").glob("*.py")

@@ -22,7 +22,7 @@ GENERATED_PATHS = {".venv", "docs/_site", "sandboxes/ID"}
 
 
 def find_quotes() -> list[str]:
-    """Return the sentences that errors.md quotes, each on a line of its own."""
+    """Return the sentences that errors.md quotes, each on its own line."""
     return re.findall(r"^> (.+)$", ERRORS_PAGE.read_text(), re.MULTILINE)
 
 

@@ -74,7 +74,7 @@ def test_the_installed_collection_is_this_one(definition: dict[str, Any]) -> Non
 
 
 def test_the_file_is_also_valid_collection_metadata(definition: dict[str, Any]) -> None:
-    """When ansible-builder reads a collection, ``python`` and ``system`` must be files below the collection's root."""
+    """When ansible-builder reads a collection, ``python`` and ``system`` must be files inside the collection's root."""
     for kind in ("python", "system"):
         dependency_file = definition["dependencies"].get(kind)
         assert dependency_file is None or (

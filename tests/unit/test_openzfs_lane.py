@@ -55,14 +55,14 @@ _LINES = [
 
 
 @pytest.mark.parametrize("should_hang", [False, True], ids=["panics", "hangs"])
-def test_a_guest_that_ends_early_leaves_its_last_step_without_a_status(should_hang: bool) -> None:
+def test_a_guest_that_exits_early_leaves_its_last_step_without_a_status(should_hang: bool) -> None:
     log: list[str] = []
     assert lane.follow_output(_make_reader(_LINES, should_hang=should_hang), _STEPS, log.append) == {"first": (0, 12.0)}
     assert log == [f"{line}\n" for line in _LINES]
     assert not Outcome(_STEPS[1], None, 0.0, {}).is_success
 
 
-def test_the_console_ends_a_guest_that_is_silent(tmp_path: Path) -> None:
+def test_the_console_stops_a_silent_guest(tmp_path: Path) -> None:
     program = "import time; print('one\\r'); print('two', flush=True); time.sleep(600)"
     start_time = time.monotonic()
     with lane.Console([sys.executable, "-c", program], tmp_path) as console:

@@ -6,8 +6,8 @@
 name libzfs_core. They create pools, so they need root. Without OpenZFS, this program starts a
 private zfs-fuse daemon.
 
-The JSON file contains the outcome of each test. Exit status 0: the tests that failed are exactly those that
-``differences.py`` explains.
+The JSON file contains the outcome of each test. Exit status 0: exactly the tests that ``differences.py``
+explains have failed.
 """
 
 from __future__ import annotations
@@ -102,9 +102,9 @@ def find_problems(
 
 
 def _run_with_private_daemon(argv: list[str]) -> int:
-    """Run this program with a zfs-fuse daemon of its own, in new mount and PID namespaces.
+    """Run this program with its own zfs-fuse daemon, in new mount and PID namespaces.
 
-    A test that makes the daemon hang does not disturb others.
+    A test that blocks the daemon does not affect other tests.
     """
     command = [sys.executable, "-m", "tests.zfs_core.conformance", *argv, _PRIVATE_DAEMON_OPTION]
     unshare = ["unshare", "--mount", "--propagation", "private", "--pid", "--fork", "--kill-child", "--mount-proc"]
@@ -150,9 +150,9 @@ def _run_suite(directory: Path, name_pattern: str) -> tuple[dict[str, dict[str, 
 
 
 def _import_suite(directory: Path) -> types.ModuleType:
-    """Import the tests, with zfs_core under the name that they import."""
+    """Import the test suite of libzfs_core, with zfs_core in place of libzfs_core."""
     if not (directory / _SUITE).is_file():
-        sys.exit(f"{directory} does not contain test_libzfs_core.py: install the package python3-pyzfs")
+        sys.exit(f"{directory} does not contain test_libzfs_core.py: install the python3-pyzfs package")
     package = _add_module("libzfs_core", vars(zfs_core))
     package.__path__ = []
     _add_module("libzfs_core._libzfs_core", vars(zfs_core) | vars(constants) | {"lzc_list": listing.lzc_list})
@@ -283,7 +283,7 @@ class _Result(unittest.TestResult):
 
     @staticmethod
     def _interrupt(_signal: int, _frame: object) -> None:
-        raise _TestTimeout(f"the test did not end within {_SECONDS_PER_TEST} s")
+        raise _TestTimeout(f"the test did not finish within {_SECONDS_PER_TEST} s")
 
     def startTest(self, test: unittest.TestCase) -> None:
         super().startTest(test)

@@ -2,7 +2,7 @@
 
     python -m tests.zfs_core.table OPENZFS.json ZFS_FUSE.json
 
-The two files are those that ``python -m tests.zfs_core.conformance`` writes.
+``python -m tests.zfs_core.conformance`` writes the two files.
 """
 
 from __future__ import annotations

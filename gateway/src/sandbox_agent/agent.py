@@ -14,7 +14,7 @@ from sandbox_agent.http.server import Route, Server
 from sandbox_agent.machine import system
 from sandbox_agent.machine.freezer import MAX_FREEZE_SECONDS, Freezer
 from sandbox_agent.machine.identity import Identity
-from sandbox_agent.machine.line import SERIAL_PORT_PATH, SerialLine
+from sandbox_agent.machine.line import SERIAL_PORT_PATH, SerialPort
 from sandbox_agent.processes.execute import ExecHandler
 from sandbox_agent.processes.process import ProcessTable
 from sandbox_agent.processes.service import ProcessService
@@ -133,7 +133,7 @@ class LazyInterpreter:
 def build_servers(
     address: str, port: int, code_port: int, *, managed: bool, line_path: str
 ) -> tuple[Server, Server | None]:
-    """Create the servers of the agent and of the code interpreter. The latter is None if its port is in use.
+    """Create the servers of the agent and the code interpreter. The interpreter's server is None if its port is in use.
 
     The returned servers are already listening, and the identity files are mounted. ``line_path``: the path of the
     serial port to the host.
@@ -154,7 +154,7 @@ def build_servers(
         **interpreter.build_routes(),
     }
     if managed and system.IS_LINUX:
-        threading.Thread(target=identity.serve_line, args=(SerialLine(line_path),), daemon=True).start()
+        threading.Thread(target=identity.serve_serial_port, args=(SerialPort(line_path),), daemon=True).start()
     server = Server(address, port, routes, identity.guard)
     try:
         return server, Server(address, code_port, interpreter.build_code_routes(), identity.guard_code_port)
@@ -184,7 +184,7 @@ def main() -> int:
     )
     parser.add_argument("--line", default=SERIAL_PORT_PATH, help="serial port to the host (default %(default)s)")
     options = parser.parse_args()
-    # Child processes inherit ignored signals. Ctrl+C must end commands even if the agent was started with SIGINT
+    # Child processes inherit ignored signals. Ctrl+C must stop commands even if the agent was started with SIGINT
     # ignored.
     for interrupt in (signal.SIGINT, signal.SIGQUIT):
         if signal.getsignal(interrupt) is signal.SIG_IGN:

@@ -4,7 +4,7 @@ This package knows nothing about sandboxes.
 
 The functions ``lzc_*`` have the same names, argument order and exceptions as in libzfs_core of OpenZFS 2.3. Names may
 be str or bytes; if the first argument is bytes, names in results and exceptions are bytes. ``is_supported`` tells which
-functions work with the installed ZFS. The others raise NotImplementedError.
+functions work with the installed ZFS. All other functions raise NotImplementedError.
 
 The functions differ from libzfs_core where the commands do. If several objects are created or destroyed with one
 command each (bookmarks, holds, and snapshots on zfs-fuse), this is not atomic: the functions check first that all can

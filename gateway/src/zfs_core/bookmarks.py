@@ -100,7 +100,7 @@ def lzc_get_bookmarks(fsname: Name, props: Iterable[Name] | None = None) -> dict
     """Return ``{short name: {property: number}}`` for the bookmarks of a filesystem.
 
     The properties are ``guid``, ``createtxg`` and ``creation`` (Unix seconds) of the snapshot that was bookmarked.
-    Ignores others, as libzfs_core does. Raises FilesystemNotFound, NameInvalid, NameTooLong. Command:
+    Ignores other properties, as libzfs_core does. Raises FilesystemNotFound, NameInvalid, NameTooLong. Command:
     ``zfs list -p -d 1 -t bookmark FSNAME``.
     """
     _require_support("lzc_get_bookmarks")

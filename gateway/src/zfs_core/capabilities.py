@@ -35,7 +35,7 @@ class Capabilities:
     exact_hold_times: bool
     """`zfs holds -p` prints the times of holds in seconds."""
     hold_tag_max: int
-    """Maximum length of a hold's tag in bytes. If holds are recorded in properties, it is shorter than that of ZFS."""
+    """Maximum length of a hold's tag in bytes. It is shorter than ZFS's limit if holds are stored in properties."""
     receive_options: bool
     """`zfs receive -o` sets properties and the origin, and `zfs receive -s` can be resumed."""
     send_options: bool

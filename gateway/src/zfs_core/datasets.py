@@ -193,7 +193,7 @@ def _would_be_too_long(target: str) -> bool:
 
 @accepts_bytes
 def lzc_rename(source: Name, target: Name, *, remounted: bool = False, retry: bool = True) -> None:
-    """Rename a filesystem or volume without unmounting others.
+    """Rename a filesystem or volume without unmounting other filesystems.
 
     A mounted filesystem stays mounted where it is, but zfs-fuse mounts it again at the mount point that its new name
     implies. ``remounted``: mount it at that mount point in every version of ZFS.

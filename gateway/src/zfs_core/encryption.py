@@ -121,7 +121,7 @@ def split_key_location(options: Sequence[str]) -> tuple[list[str], str | None]:
 def open_key(key: bytes | None, options: Sequence[str]) -> Iterator[int | None]:
     """Yield a file descriptor from which the command can read the key, or None if there is no key.
 
-    The key has the ``keyformat`` in the options, the last of which counts.
+    The key has the format of the last ``keyformat`` in the options.
     """
     if key is None:
         yield None

@@ -27,14 +27,14 @@ from zfs_core.exceptions import BadHoldCleanupFD, ZFSGenericError
 
 _DEVICE = "/dev/zfs"
 _GET_LOCK, _SET_LOCK = 36, 37
-"""F_OFD_GETLK and F_OFD_SETLK of Linux, which Python's module fcntl lacks."""
+"""Linux's F_OFD_GETLK and F_OFD_SETLK, which Python's fcntl module lacks."""
 _WAIT_SECONDS = 60.0
 """Maximum time that one call waits for helper processes."""
 _RELEASE_SECONDS = 60.0
 """Timeout of a helper's command."""
 
 # The helper reads the byte's offset, the device, the timeout of a command and the holds from its arguments. It ignores
-# signals of the terminal, so that a keyboard interrupt does not end it before the process whose holds it releases.
+# signals of the terminal, so that a keyboard interrupt does not stop it before the process whose holds it releases.
 _HELPER = """
 import fcntl, os, signal, struct, subprocess, sys
 signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -66,7 +66,9 @@ def validate_descriptor(fd: int) -> None:
     Raises NotImplementedError if this system lacks the locks that this module needs.
     """
     if not sys.platform.startswith("linux"):
-        raise NotImplementedError("holds that end with a descriptor need Linux: pass fd=None, and call lzc_release")
+        raise NotImplementedError(
+            "holds that are released with a descriptor need Linux: pass fd=None, and call lzc_release"
+        )
     try:
         status, device = os.fstat(fd), os.stat(_DEVICE)  # noqa: PTH116  # a device, not a path of the caller
         flags = fcntl.fcntl(fd, fcntl.F_GETFL)

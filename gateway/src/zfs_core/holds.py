@@ -46,9 +46,9 @@ def lzc_hold(holds: Mapping[str, Name] | Mapping[bytes, Name], fd: int | None = 
     """Place the holds in ``{snapshot: tag}``, all in one pool. Returns the snapshots that do not exist.
 
     ``fd``: a descriptor of ``/dev/zfs`` that is open for reading. The holds are released when it is closed, even if the
-    process is killed after this function has returned. As the command cannot do that, another process waits for it, so
-    the holds remain if that process is also killed, or if the machine crashes. This only works on Linux; on other
-    systems, NotImplementedError is raised.
+    process is killed after this function has returned. The command cannot do that, so a helper process waits for the
+    descriptor to be closed. The holds remain if the helper is also killed, or if the machine crashes. This only works
+    on Linux; on other systems, NotImplementedError is raised.
 
     If a hold fails, places none and raises HoldFailure, whose ``errors`` are HoldExists, NameInvalid, NameTooLong or
     PoolsDiffer. Raises BadHoldCleanupFD for any other ``fd``. If ZFS cannot list holds, each hold is also recorded in a

@@ -80,7 +80,7 @@ def split_names(names: Iterable[str]) -> Iterator[list[str]]:
 def _find_values_of_batch(names: list[str], prop: str, *, must_succeed: bool) -> dict[str, str]:
     outcome = run("get", "-H", "-o", "name,value", prop, *names, name=names[0])
     if outcome.cause not in (None, Cause.MISSING, Cause.NO_POOL):
-        if len(names) > 1:  # One of the names may be invalid, which is no reason to miss the others.
+        if len(names) > 1:  # One invalid name must not hide the values of the other names.
             values: dict[str, str] = {}
             for name in names:
                 values |= _find_values_of_batch([name], prop, must_succeed=must_succeed)
@@ -93,7 +93,7 @@ def _find_values_of_batch(names: list[str], prop: str, *, must_succeed: bool) ->
 
 @accepts_bytes
 def lzc_list_children(name: Name) -> Iterator[str]:
-    """Iterate over the names of the filesystems and volumes directly below a dataset. A snapshot has none.
+    """Iterate over the names of a dataset's direct children. A snapshot has none.
 
     Raises DatasetNotFound, NameInvalid, NameTooLong. Command: ``zfs list -d 1 -t filesystem,volume NAME``.
     """
@@ -119,17 +119,17 @@ def _list_below(name: Name, types: str) -> Iterator[str]:
 
 
 def lzc_list(name: Name, options: object) -> NoReturn:
-    """Always raise NotImplementedError: the result would be a pipe to which the kernel writes binary records."""
+    """Raise NotImplementedError, because the result would be a pipe to which the kernel writes binary records."""
     raise NotImplementedError(
         "lzc_list returns a pipe to which the kernel writes: use lzc_list_children or lzc_list_snaps"
     )
 
 
 def list_datasets(root: Name, *, types: str = "filesystem", depth: int | None = None) -> list[str]:
-    """Return the names of ``root`` and the datasets below it. Raises DatasetNotFound.
+    """Return the names of ``root`` and its descendants. Raises DatasetNotFound.
 
     ``types``: one or more of ``filesystem``, ``snapshot`` and ``volume``, separated by commas. ``depth``: how many
-    levels below ``root`` to list.
+    levels of descendants to list.
     """
     target = validate_existing_name(root)
     options = ["-r"] if depth is None else ["-d", str(depth)]

@@ -149,7 +149,7 @@ def validate_existing_name(name: Name) -> str:
 
 
 def validate_new_filesystem_name(name: Name) -> str:
-    """Check the name of a filesystem that is to be created, and return it as str.
+    """Check the name of a new filesystem, and return it as str.
 
     Allows letters, digits and ``_.:-``. No component may begin with one of ``.:-``.
     """
@@ -175,7 +175,7 @@ def validate_new_snapshot_name(name: Name) -> str:
 
 
 def validate_filesystem_name(name: Name) -> str:
-    """Check that a name is not that of a snapshot or bookmark, and return it as str."""
+    """Check that a name does not belong to a snapshot or bookmark, and return it as str."""
     text = decode_name(name)
     if not is_filesystem_name(text):
         raise FilesystemNameInvalid(text)
@@ -191,7 +191,7 @@ def validate_bookmark_name(name: Name) -> str:
 
 
 def validate_pool_name(name: Name) -> str:
-    """Check that a name is that of a pool, and return it as str."""
+    """Check that a name belongs to a pool, and return it as str."""
     text = validate_filesystem_name(name)
     if "/" in text:
         raise NameInvalid(text)

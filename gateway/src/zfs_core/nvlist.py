@@ -62,7 +62,7 @@ def unpack(data: bytes) -> dict[str, Any]:
             return _unpack_native(data)
     except (IndexError, struct.error, UnicodeDecodeError) as error:
         raise ValueError(f"the nvlist is damaged: {error}") from None
-    raise ValueError(f"the nvlist has the unknown encoding {data[:2]!r}")
+    raise ValueError(f"unknown nvlist encoding {data[:2]!r}")
 
 
 def _unpack_xdr(data: memoryview) -> tuple[dict[str, Any], int]:
@@ -86,7 +86,7 @@ def _unpack_value(data: memoryview, kind: int) -> Any:
         return _unpack_text(data, 0)[0]
     if kind == _NVLIST:
         return _unpack_xdr(data)[0]
-    raise ValueError(f"the nvlist contains a value of the unsupported type {kind}")
+    raise ValueError(f"unsupported nvlist value type {kind}")
 
 
 def _unpack_text(data: memoryview, position: int) -> tuple[str, int]:
@@ -110,6 +110,6 @@ def _unpack_native(data: bytes) -> dict[str, Any]:
         elif kind == _STRING:
             values[name] = value.partition(b"\0")[0].decode()
         else:
-            raise ValueError(f"the nvlist contains a value of the unsupported type {kind}")
+            raise ValueError(f"unsupported nvlist value type {kind}")
         position += size
     return values

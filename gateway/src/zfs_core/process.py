@@ -68,7 +68,7 @@ def execute(
 def read_first_bytes(*args: str, count: int, seconds: float | None = None) -> tuple[bytes, Outcome | None]:
     """Run ``zfs`` with ``args`` until it has written ``count`` bytes. Returns these bytes and the outcome.
 
-    If the command ends earlier, returns all its output. Otherwise, the outcome is None. Raises
+    If the command exits earlier, returns all its output. Otherwise, the outcome is None. Raises
     ZFSGenericError(ETIMEDOUT) after ``seconds`` (by default, TIMEOUT_SECONDS).
     """
     seconds = TIMEOUT_SECONDS if seconds is None else seconds
@@ -106,7 +106,7 @@ def _start(argv: list[str], stdin: int | None, stdout: int | None, name: str | N
 
 @contextlib.contextmanager
 def _killed_at_end(process: subprocess.Popen[bytes], seconds: float, name: str | None) -> Iterator[None]:
-    """Kill the process at the end of this context, unless it has ended.
+    """Kill the process at the end of this context, unless it has exited.
 
     Raises ZFSGenericError(ETIMEDOUT) instead of TimeoutExpired.
     """
@@ -118,7 +118,9 @@ def _killed_at_end(process: subprocess.Popen[bytes], seconds: float, name: str |
                 if process.returncode is None:
                     _kill(process)
     except subprocess.TimeoutExpired:
-        fate = "was killed" if process.returncode is not None else "could not be killed, because it hangs in the kernel"
+        fate = (
+            "was killed" if process.returncode is not None else "could not be killed, because it is hung in the kernel"
+        )
         raise ZFSGenericError(
             errno.ETIMEDOUT, name, f"`{running_command.command}` did not finish within {seconds:g} s and {fate}"
         ) from None
@@ -147,7 +149,7 @@ def _build_environment() -> dict[str, str]:
 def _read(process: subprocess.Popen[bytes], count: int, deadline: float) -> bytes:
     """Read ``count`` bytes, or fewer if the output ends. Raises TimeoutExpired at the deadline.
 
-    Killing the process would not end a blocking read, because a process that hangs in the kernel keeps its pipes open.
+    Killing the process would not end a blocking read, because a process hung in the kernel keeps its pipes open.
     """
     assert process.stdout is not None
     data = b""

@@ -20,7 +20,7 @@ from zfs_core.run import run
 def lzc_set_props(name: Name, prop: Name, val: Value) -> None:
     """Set one property atomically. A snapshot can only have user properties.
 
-    Raises QuotaTooSmall for a quota below the space in use. Also raises PropertyInvalid, DatasetNotFound, NoSpace.
+    Raises QuotaTooSmall for a quota smaller than the used space. Also raises PropertyInvalid, DatasetNotFound, NoSpace.
     Command: ``zfs set PROP=VAL NAME``.
     """
     target = validate_existing_name(name)
@@ -68,7 +68,7 @@ def lzc_get_props(name: Name) -> dict[str, Any]:
 def get_props(names: Iterable[Name], props: Iterable[str]) -> dict[str, dict[str, Property]]:
     """Return ``{name: {property: Property}}`` with all requested names and properties.
 
-    The ``value`` of a property that is not set is ``-``. Raises DatasetNotFound if one of the names does not exist, and
+    The ``value`` of a property that is not set is ``-``. Raises DatasetNotFound if any of the names does not exist, and
     ZFSOutputError if the output is incomplete.
     """
     targets, prop_names = (
@@ -83,7 +83,7 @@ def get_props(names: Iterable[Name], props: Iterable[str]) -> dict[str, dict[str
 
 
 def get_tree(root: Name, props: Iterable[str]) -> dict[str, dict[str, Property]]:
-    """Return the same as ``get_props``, for ``root`` and all datasets and snapshots below it."""
+    """Return the same as ``get_props``, for ``root`` and all its descendants and snapshots."""
     target, prop_names = validate_existing_name(root), [validate_property_name(prop) for prop in props]
     properties = _get_properties(["-r"], prop_names, [target])
     result = _group_by_name(properties)
@@ -92,7 +92,7 @@ def get_tree(root: Name, props: Iterable[str]) -> dict[str, dict[str, Property]]
 
 
 def local_tree(root: Name) -> dict[str, dict[str, str]]:
-    """Return ``{name: {user property: value}}`` for ``root`` and everything below it, without inherited properties.
+    """Return ``{name: {user property: value}}`` for ``root`` and all its descendants, without inherited properties.
 
     If a value looks like output of ``zfs get``, each property is read with a separate command, so that the value cannot
     be mistaken for other properties.

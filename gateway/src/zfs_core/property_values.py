@@ -79,7 +79,7 @@ TEXT_PROPERTIES = frozenset(
         "rootcontext",
     )
 )
-"""The native properties whose value is text. All others are numbers."""
+"""The native properties whose value is text. The values of all other native properties are numbers."""
 
 
 def find_word(prop: str, number: int) -> str | None:

@@ -123,7 +123,7 @@ def lzc_receive_resumable(
 
 
 def receive_header(fd: int) -> tuple[dict[str, Any], bytes]:
-    """Read the begin record of a stream. Returns its fields, and the record, for the functions below.
+    """Read the begin record of a stream. Returns its fields and the record, which the next functions need.
 
     The fields include ``drr_toname`` (bytes), ``drr_toguid``, ``drr_fromguid``, ``drr_flags`` and ``drr_type``. Raises
     StreamIOError if ``fd`` cannot be read, and BadStream if it contains something else.
@@ -264,7 +264,7 @@ def _require_options(function_name: str) -> None:
 def _require_key_absent(key: bytes | None) -> None:
     if key:
         raise NotImplementedError(
-            "`zfs receive` reads the stream from its standard input, so it cannot read a key there"
+            "cannot receive with a key: `zfs receive` reads the stream from standard input and cannot also read a key"
         )
 
 
@@ -356,14 +356,16 @@ def _check_destination(request: _Request) -> None:
     is_resuming = record is not None and record.is_resuming
     is_clone = bool(origins) or (record is not None and record.is_clone)
     if record is not None and record.is_package:
-        raise BadStream().with_details("the stream is a package: receive it with `zfs receive`")
+        raise BadStream().with_details("the stream is a replication stream package: receive it with `zfs receive`")
     if filesystem in types and is_clone and not is_resuming:
-        raise BadStream().with_details(f"a clone cannot be received into {filesystem}: it already exists")
+        raise BadStream().with_details(
+            f"the stream contains a clone, but {filesystem} already exists: choose a new name"
+        )
     if request.target in types:
         raise DatasetExists(request.target)
     if filesystem not in types:
         if is_clone and not origins:
-            raise BadStream().with_details("the stream contains a clone: pass its origin")
+            raise BadStream().with_details("the stream contains a clone, but no origin was passed: pass its origin")
         is_incremental = record is not None and record.from_guid != 0 and not is_clone
         if (origins and request.origin not in types) or is_incremental:
             raise DatasetNotFound(request.target)
@@ -454,7 +456,7 @@ def _read_begin_record(fd: int) -> tuple[bytes, BeginRecord]:
 class _Copier(threading.Thread):
     """A thread that copies a stream into a pipe, with data before and after it.
 
-    It never waits in a system call that only the source or the command can end, so that ``stop`` always ends it.
+    It never blocks in a system call that only the source or the command can finish, so ``stop`` always works.
     """
 
     def __init__(self, source_fd: int, prefix: bytes, suffix: bytes) -> None:
@@ -473,13 +475,13 @@ class _Copier(threading.Thread):
                 self._write(data)
             self._write(self._suffix)
         except OSError:
-            pass  # The command has ended, and reports why.
+            pass  # The command has exited, and reports why.
         finally:
             for fd in (self._write_fd, self._source_fd, self._stop_read_fd):
                 os.close(fd)
 
     def stop(self) -> None:
-        """End the thread. The caller has closed ``read_fd``."""
+        """Stop the thread. The caller has closed ``read_fd``."""
         os.close(self._stop_write_fd)
         self.join(1.0)
 
@@ -489,7 +491,7 @@ class _Copier(threading.Thread):
             view = view[os.write(self._write_fd, view) :]
 
     def _wait(self, fd: int, event: int) -> bool:
-        """Wait until a descriptor is ready. Returns False if the thread should end."""
+        """Wait until a descriptor is ready. Returns False if the thread should stop."""
         poll = select.poll()
         poll.register(fd, event)
         poll.register(self._stop_read_fd, select.POLLIN)

@@ -35,10 +35,10 @@ def run(
     precheck: Callable[[float], None] | None = None,
     program: str = "zfs",
 ) -> Outcome:
-    """Run ``zfs`` with ``args``. The other parameters and the exceptions are those of ``execute``.
+    """Run ``zfs`` with ``args``. The other parameters and the exceptions are the same as for ``execute``.
 
-    ``seconds`` also includes the time that the command waits for others, at most three quarters of it, and that of
-    ``precheck``. The rest is left for the command, so that it is not killed because others were slow.
+    ``seconds`` includes the time spent waiting for other commands, which is at most three quarters of it, and the time
+    of ``precheck``. The rest is left for the command, so that it is not killed because other commands were slow.
 
     ``precheck`` is called first, with its timeout. On zfs-fuse, no other command can mount a file system between it and
     the command.
@@ -65,8 +65,8 @@ def run_with_retries(*args: str, name: str | None = None, precheck: Callable[[fl
     """Run ``zfs`` with ``args``, and retry for a limited time while the dataset is busy.
 
     zfs-fuse unmounts a dataset before destroying it, and then reports it as busy until the daemon has written its data.
-    That takes milliseconds, or seconds on a full pool. If a process has files open, the retries end sooner, because it
-    rarely closes them in time.
+    That takes milliseconds, or seconds on a full pool. If a process has files open, the retries stop sooner, because
+    the process rarely closes them in time.
     """
     start, delay = time.monotonic(), 0.01
     while True:

@@ -12,9 +12,9 @@ from dataclasses import dataclass, replace
 
 @dataclass(frozen=True)
 class RunningCommand:
-    """A command that is running, or that was killed and has not exited yet because it hangs in the kernel.
+    """A command that is running, or that was killed and has not exited yet because it is hung in the kernel.
 
-    It may also be a command that has not been started yet because it waits for another one; ``command`` then says so.
+    It may also be a command that has not started yet because it waits for another command; ``command`` then says so.
 
     ``command``: the program and its subcommand. ``started_at``: in seconds since 1970. ``timeout_seconds``: the time
     after which it is killed. ``thread``: the identifier of the thread that waits for it.
@@ -38,7 +38,7 @@ _lock = threading.Lock()
 _running_commands: list[RunningCommand] = []
 """The commands that a thread waits for."""
 _killed_entries: list[_Entry] = []
-"""The commands that no thread waits for any more."""
+"""The killed commands that have not exited yet. No thread waits for them."""
 _timeout_count = 0
 
 
@@ -59,7 +59,7 @@ def count_timeouts() -> int:
 def tracked(process: subprocess.Popen[bytes], name: str | None, timeout_seconds: float) -> Iterator[RunningCommand]:
     """Keep track of ``process`` inside this context, and until it exits.
 
-    If the process does not finish in time, the context must end with TimeoutExpired. ``name``: the dataset.
+    If the process does not finish in time, the context must exit with TimeoutExpired. ``name``: the dataset.
     """
     global _timeout_count
     words = [str(word) for word in process.args] if isinstance(process.args, list) else [str(process.args)]
@@ -78,7 +78,7 @@ def tracked(process: subprocess.Popen[bytes], name: str | None, timeout_seconds:
 
 @contextlib.contextmanager
 def waiting(command: str, name: str | None, timeout_seconds: float) -> Iterator[None]:
-    """List ``command``, which waits for another one inside this context before it can start."""
+    """List ``command`` while it waits inside this context for another command, before it can start."""
     with _listed(f"{command} (waiting for another command)", name or "", timeout_seconds):
         yield
 

@@ -61,8 +61,8 @@ def lzc_snapshot(snaps: Collection[Name], props: Props = None) -> None:
 
     ``SnapshotFailure.errors`` contains FilesystemNotFound, SnapshotExists or NameTooLong (for a full name) for each
     snapshot concerned, or else one error for all: NameInvalid, NameTooLong (for the part after ``@``),
-    DuplicateSnapshots, PoolsDiffer, PropertyInvalid, NoSpace, ReadOnlyPool. The ``name`` of the latter is None if there
-    are several snapshots. Command: ``zfs snapshot SNAP...``.
+    DuplicateSnapshots, PoolsDiffer, PropertyInvalid, NoSpace, ReadOnlyPool. The ``name`` of this one error is None if
+    there are several snapshots. Command: ``zfs snapshot SNAP...``.
     """
     if not snaps:
         return
@@ -98,7 +98,7 @@ _SNAPSHOT_ERRORS: dict[Cause, ErrorFactory] = {Cause.EXISTS: SnapshotExists, Cau
 
 
 def _get_only_name(names: Sequence[str]) -> str | None:
-    """Return the only name, or None. An error that concerns all of several snapshots has no name."""
+    """Return the name if there is only one, or None. An error that concerns several snapshots has no name."""
     return names[0] if len(names) == 1 else None
 
 
@@ -173,11 +173,11 @@ def _snapshot_one_by_one(names: Sequence[str], options: Sequence[str]) -> None:
 def lzc_destroy_snaps(snaps: Iterable[Name], defer: bool) -> None:
     """Destroy snapshots of one pool. Skips snapshots that do not exist, and names that no snapshot can have.
 
-    With ``defer``, ZFS destroys a cloned or held snapshot with its last clone or hold. Without it, if one snapshot is
-    cloned or held, none is destroyed and SnapshotDestructionFailure is raised. Its ``errors`` are SnapshotIsCloned
-    (``related``: the clones), SnapshotIsHeld, NameTooLong, PoolsDiffer or PoolNotFound. If one is cloned or held in
-    the meantime, those of other filesystems may already be destroyed. Command: ``zfs destroy SNAP,SHORTNAME`` for each
-    filesystem.
+    With ``defer``, ZFS destroys a cloned or held snapshot when its last clone or hold is removed. Without it, if any
+    snapshot is cloned or held, none is destroyed and SnapshotDestructionFailure is raised. Its ``errors`` are
+    SnapshotIsCloned (``related``: the clones), SnapshotIsHeld, NameTooLong, PoolsDiffer or PoolNotFound. If a snapshot
+    is cloned or held in the meantime, snapshots of other filesystems may already be destroyed. Command:
+    ``zfs destroy SNAP,SHORTNAME`` for each filesystem.
     """
     names = [decode_name(snap) for snap in snaps]
     if too_long_names := [name for name in names if is_too_long(get_short_name(name))]:
@@ -193,7 +193,7 @@ def lzc_destroy_snaps(snaps: Iterable[Name], defer: bool) -> None:
 
 
 def _check_unused(names: Sequence[str]) -> None:
-    """Raise SnapshotDestructionFailure if some of the snapshots are held, or have clones."""
+    """Raise SnapshotDestructionFailure if any of the snapshots is held or has clones."""
     hold_counts = find_hold_counts(names)
     if not hold_counts:
         return

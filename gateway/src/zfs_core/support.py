@@ -24,7 +24,7 @@ _NEEDED_CAPABILITIES: dict[str, Callable[[Capabilities], bool]] = {
     **dict.fromkeys(("lzc_load_key", "lzc_unload_key", "lzc_change_key"), lambda c: c.encryption),
     "lzc_list": lambda _: False,
 }
-"""What a function needs that not every version of ZFS has."""
+"""The capability that each function needs, if not every version of ZFS has it."""
 
 
 def is_supported(func: Callable[..., Any]) -> bool:

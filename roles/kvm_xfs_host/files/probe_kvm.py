@@ -57,7 +57,7 @@ def find_newest_kernel(directory):
 
 
 def download_kernel(directory):
-    """Download Debian's cloud kernel and unpack it below ``directory``. Returns its path, or None on failure."""
+    """Download Debian's cloud kernel and unpack it under ``directory``. Returns its path, or None on failure."""
     try:
         dependencies = run_command(["apt-cache", "depends", "--important", "linux-image-cloud-amd64"], directory)
         package = re.findall(r"Depends: (linux-image-\S+)", dependencies)[0]

@@ -1,6 +1,6 @@
 """ifconfig(8) for epair(4), bridge(4), lo(4) and existing interfaces.
 
-The messages are those of sbin/ifconfig/*.c in FreeBSD 14.
+The messages are copied from sbin/ifconfig/*.c in FreeBSD 14.
 """
 
 from __future__ import annotations
@@ -164,7 +164,7 @@ def apply_parameters(
 
 
 def refresh_member_rules(change: InterfaceChange) -> None:
-    """Load pf's rules again, because those on bridge members depend on the interfaces' names and Ethernet addresses."""
+    """Load pf's rules again, because the rules on bridge members depend on the interfaces' names and MAC addresses."""
     link = change.get_link()
     if link.driver == "bridge" or link.master:
         pf_nft.apply_ruleset(pf_nft.load_state())
@@ -292,7 +292,7 @@ def create_interface(change: InterfaceChange) -> None:
         link.driver, link.unit, link.end, link.groups = driver, unit, end, [driver]
         change.net.change_link(link.index, net.pack_string(net.LINK_ALIAS, link.format_alias()))
         if driver == "bridge":
-            # Without an explicit address, a Linux bridge takes that of a member.
+            # Without an explicit address, a Linux bridge takes the address of a member.
             mac = net.pack_attribute(net.LINK_ADDRESS, bytes.fromhex(link.mac.replace(":", "")))
             change.net.change_link(link.index, mac)
     record_interface(f"{driver}{unit}", True)
@@ -469,7 +469,7 @@ def change_bridge(change: InterfaceChange, word: str, value: str) -> None:
 
 
 def add_static_bridge_address(change: InterfaceChange, member_name: str, mac_text: str) -> None:
-    """Bind an Ethernet address to a member. See setbridge_static(), bridge_ioctl_saddr() and bridge_rtupdate()."""
+    """Bind a MAC address to a member. See setbridge_static(), bridge_ioctl_saddr() and bridge_rtupdate()."""
     mac = parse_ether_address(mac_text)
     if mac is None:
         raise base.errx(1, f"{member_name}: invalid address: {mac_text}")

@@ -327,7 +327,7 @@ def move_interface(config: JailConfig, name: str) -> None:
 
 
 def run_shim_command(main_function: object, prog: str, display_name: str, arguments: list[str]) -> None:
-    """Run another command of the shim in this process. Reports failures like those of a separate process."""
+    """Run another command of the shim in this process. Reports failures as a separate process would."""
     own_program, base.PROG = base.PROG, prog
     try:
         code = main_function(arguments)  # type: ignore[operator]

@@ -60,7 +60,7 @@ def make_cgroup_values(rules: list[list[str]]) -> dict[str, str]:
 
 
 def apply_rules(jail: str, rules: list[list[str]], pids: list[int]) -> None:
-    """Replace the limits of a jail with those of ``rules``. If there are no rules, remove its cgroups."""
+    """Replace the limits of a jail with the limits in ``rules``. If there are no rules, remove its cgroups."""
     if not rules:
         remove_limits(jail)
         return
@@ -111,7 +111,7 @@ def purge() -> None:
 
 
 def remove_empty_cgroups(path: str) -> None:
-    """Remove a cgroup and those of its ancestors that are empty and belong to the shim."""
+    """Remove a cgroup, and its ancestors that are empty and belong to the shim."""
     while "freebsd_shim" in path:
         try:
             os.rmdir(path)

@@ -1,6 +1,6 @@
 """mount(8), mount_nullfs(8) and umount(8).
 
-The messages are those of sbin/{mount,mount_nullfs,umount}/*.c and sys/kern/vfs_mount.c.
+The messages are copied from sbin/{mount,mount_nullfs,umount}/*.c and sys/kern/vfs_mount.c.
 
 nullfs is a bind mount, and devfs is a tmpfs with the device nodes of ruleset 4. The state directory stores the data
 that only FreeBSD's mount table has (special, fsid, options). A record whose mount no longer exists is ignored.
@@ -413,7 +413,7 @@ def unmount(name: str, force: bool, verbose: bool) -> int:
             return 1
     try:
         if mount.node == base.read_knob("busy"):
-            # Another unmount of it hangs, so even a forced unmount fails: MNTK_UNMOUNT in dounmount().
+            # Another unmount of it is hung, so even a forced unmount fails: MNTK_UNMOUNT in dounmount().
             raise OSError(errno.EBUSY, "")
         remove_mount(mount, force)
     except OSError as error:

@@ -185,7 +185,7 @@ class NetlinkSocket:
         return flags
 
     def add_static_bridge_address(self, index: int, mac: bytes) -> None:
-        """Bind an Ethernet address to a bridge member. Without NTF_STICKY, Linux would move it when it learns."""
+        """Bind a MAC address to a bridge member. Without NTF_STICKY, Linux would move it when it learns."""
         header = struct.pack("=BxxxiHBB", AF_BRIDGE, index, NUD_NOARP, NTF_MASTER | NTF_STICKY, 0)
         self.request(NEWNEIGH, ACK | CREATE | REPLACE, header + pack_attribute(2, mac))
 

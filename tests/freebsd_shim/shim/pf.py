@@ -346,7 +346,7 @@ def parse_match(rule: Rule, tokens: TokenStream) -> list[Rule]:
 
 
 def set_address_family(fields: Rule, tokens: TokenStream) -> bool:
-    """Set the rule's address family to that of its addresses. Returns False if the families conflict."""
+    """Set the rule's address family to the family of its addresses. Returns False if the families conflict."""
     families = {find_family(fields[key].removeprefix("! ").partition("/")[0]) for key in ("source", "target")} - {""}
     if fields["af"]:
         families.add(fields["af"])

@@ -6,7 +6,7 @@ once, and a packet without a match passes, so bits of the packet mark store the 
 sets a bit of the connection mark for the connection's direction. Only connections with this bit bypass the rules.
 A packet from a member of a bridge is evaluated on the member first and then on the bridge (bridge_input() and
 bridge_pfil() in sys/net/if_bridge.c), so a second table marks such packets with the member. The evaluation on the
-member requires pfil_member and pfil_local_phys. FreeBSD delivers a frame for the member's own Ethernet address to the
+member requires pfil_member and pfil_local_phys. FreeBSD delivers a frame for the member's own MAC address to the
 member, and a copy of each broadcast to the member: pf evaluates these only on the member.
 
 Anchors are evaluated where the main ruleset calls them; anchors called with a wildcard are evaluated in
@@ -206,7 +206,7 @@ def format_ruleset(state: dict) -> str:  # type: ignore[type-arg]
 
 
 def number_interfaces(state: dict, rules: list[pf.Rule]) -> dict[str, int]:  # type: ignore[type-arg]
-    """Return a number for each interface that a rule names. All others have the number MEMBER."""
+    """Return a number for each interface that a rule names. All other interfaces have the number MEMBER."""
     names = sorted({*state["skip"], *(rule["on"].removeprefix("! ") for rule in rules if rule["on"])})
     return {name: number for number, name in enumerate(names, start=1)}
 

@@ -101,12 +101,12 @@ def load_rules(state: dict, anchor: str, path: str, dry_run: bool) -> None:  # t
     except OSError as error:
         base.warn(path, error.errno or 0)
         base.warn("cannot open the main config file!", error.errno or 0)
-        raise make_load_error(dry_run) from None
+        raise create_load_error(dry_run) from None
     try:
         ruleset = pf.parse_rules(text, is_main=not anchor)
     except pf.RuleSyntaxError as problem:
         sys.stderr.write(f"{name}:{problem.line}: {problem.message}\n")
-        raise make_load_error(dry_run) from None
+        raise create_load_error(dry_run) from None
     state["rules"][anchor] = {"nat": ruleset.nat, "filter": ruleset.filter}
     if not anchor:
         state["skip"] = ruleset.skip
@@ -116,8 +116,8 @@ def load_rules(state: dict, anchor: str, path: str, dry_run: bool) -> None:  # t
         commit_state(state)
 
 
-def make_load_error(dry_run: bool) -> SystemExit:
-    """Return the exception to raise if rules cannot be loaded. With -n, no message is printed. See pfctl_rules()."""
+def create_load_error(dry_run: bool) -> SystemExit:
+    """Return the exception for rules that cannot be loaded. Prints a message, except with -n. See pfctl_rules()."""
     return SystemExit(1) if dry_run else base.errx(1, "Syntax error in config file: pf rules not loaded")
 
 

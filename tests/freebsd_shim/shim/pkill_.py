@@ -82,7 +82,7 @@ def list_jail_processes(arguments: list[str]) -> list[int]:
         if word == "none":
             raise base.unsupported("-j none")
         if word.isdigit():
-            # A number may be that of a jail that does not exist.
+            # A number may belong to a jail that does not exist.
             jails += [jail for jail in prison.load_state()["jails"] if jail["jid"] == int(word)]
             continue
         try:

@@ -143,7 +143,7 @@ def read_start_time(pid: int) -> int:
 
 
 def load_state() -> dict:  # type: ignore[type-arg]
-    """Return the state without jails that have ended. Saves the state if it changed and this process holds the lock."""
+    """Return the state without stopped jails. Saves the state if it changed and this process holds the lock."""
     state = base.load("jails", {"last": 0, "jails": []})
     remaining_jails, has_changed = [], False
     for jail in state["jails"]:
@@ -445,7 +445,7 @@ def tear_down(jail: Jail) -> None:
         os.kill(jail["holder"], _signal.SIGKILL)
     except OSError:
         return
-    # The first process of a pid namespace exits after all others, so no process of the jail runs after that.
+    # The first process of a pid namespace exits after all other processes, so no process of the jail runs after that.
     poll = select.poll()
     poll.register(fd, select.POLLIN)
     poll.poll(5000)

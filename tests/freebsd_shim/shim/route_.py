@@ -1,6 +1,6 @@
 """The commands add, delete and get of route(8).
 
-The messages and exit status are those of sbin/route/{route,route_netlink}.c in FreeBSD 14.
+The messages and exit status are copied from sbin/route/{route,route_netlink}.c in FreeBSD 14.
 """
 
 from __future__ import annotations
@@ -105,7 +105,7 @@ def parse_request(words: list[str]) -> Request:
 
 
 def parse_address(text: str) -> bytes:
-    """Parse an address in one of the forms of inet_aton(3). FreeBSD would also look up names. See getaddr()."""
+    """Parse an IPv4 address in any form that inet_aton(3) accepts. FreeBSD also looks up host names. See getaddr()."""
     try:
         return bytes(_socket.inet_aton(text))
     except OSError:

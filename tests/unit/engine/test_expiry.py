@@ -19,7 +19,7 @@ def list_sandbox_names(engine: Engine) -> list[str]:
     return [each.name for each in engine.sandboxes.list()]
 
 
-async def test_a_busy_sandbox_does_not_delay_the_expiry_of_others(tmp_path: Path) -> None:
+async def test_a_busy_sandbox_does_not_delay_the_expiry_of_other_sandboxes(tmp_path: Path) -> None:
     async with opened_engine(tmp_path) as engine:
         for name in ("busy", "idle"):
             await create(engine, name)

@@ -53,7 +53,7 @@ def test_a_failed_pause_leaves_no_snapshot(tmp_path: Path) -> None:
             host.is_full = True
             with pytest.raises(NoSpace):
                 await engine.sandboxes.pause("a")
-            # The disks are those of the template and the sandbox.
+            # The disks belong to the template and the sandbox.
             assert set(engine.index.snapshots) == ids_before and len(host.disks) == 2
             host.is_full = False
             await engine.sandboxes.pause("a")

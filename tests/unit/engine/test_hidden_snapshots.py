@@ -1,4 +1,4 @@
-"""Snapshots deleted with ``when_unused`` are removed with their last user."""
+"""Snapshots deleted with ``when_unused`` are removed once they are unused."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class _Host(MemoryHost):
             await self.hide_gate()
 
 
-def test_a_snapshot_whose_last_user_is_deleted_while_it_is_being_hidden_is_removed(tmp_path: Path) -> None:
+def test_deleting_the_last_user_while_a_snapshot_is_being_hidden_removes_it(tmp_path: Path) -> None:
     async def run_scenario() -> None:
         host = _Host()
         async with opened_engine(tmp_path, host) as engine:

@@ -30,7 +30,7 @@ async def test_divergence_is_measured_without_the_agent_of_the_sandbox(
             return await original_call(self, path, *args, **options)
 
         monkeypatch.setattr(AgentClient, "call", call)
-        session = PlanSessions(engine).open("key", "a check run of a test").engine
+        session = PlanSessions(engine).open("key", "a check-mode run of a test").engine
         assert not await session.sandboxes.has_diverged("clean")
         assert await session.sandboxes.has_diverged("changed")
         assert paths == []

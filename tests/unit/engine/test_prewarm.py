@@ -104,7 +104,7 @@ async def test_a_rollback_and_a_resume_claim_prewarmed_machines(engine: Engine, 
     assert host.machines[sandbox_after.instance].identity["sandboxID"] == sandbox_before.id
 
 
-async def test_a_fork_of_a_template_runs_and_a_fork_of_a_snapshot_is_held(engine: Engine, host: _Host) -> None:
+async def test_template_forks_run_and_snapshot_forks_are_held(engine: Engine, host: _Host) -> None:
     await keep_forks_ready(engine, 1, "t")
     instance = engine.prewarm._ready_forks[engine.snapshots.get("t").id][0].instance
     assert host.machines[instance].identity, "a fork of a template has been identified"

@@ -123,7 +123,7 @@ async def test_an_operation_measures_the_room_once(tmp_path: Path, operation: Op
 @pytest.mark.parametrize(
     ("free_mb", "used_mb", "is_refused"), [(1256, 999, False), (1199, 200, True), (1200, 200, False)]
 )
-async def test_a_capture_is_refused_only_if_the_memory_in_use_would_fill_the_disk(
+async def test_a_capture_is_refused_only_if_used_memory_would_fill_the_disk(
     engine: Engine, host: _Host, free_mb: int, used_mb: int, is_refused: bool
 ) -> None:
     assert engine.sandboxes.get("a").resources.memory_mb == 256
@@ -279,7 +279,7 @@ async def test_a_plan_session_counts_the_disk_space_of_its_own_snapshots(
         host.available_room = replace(host.available_room, memory_disk=disk)
     else:
         host.set_free_space(disk_mb=1250)
-    session = PlanSessions(engine).open("key", "a check run of a test").engine
+    session = PlanSessions(engine).open("key", "a check-mode run of a test").engine
     await session.snapshots.create("a", name="s1")
     with pytest.raises(NoSpace):
         await session.snapshots.create("a", name="s2")
@@ -299,7 +299,7 @@ async def test_a_plan_session_counts_the_disks_of_removed_objects(engine: Engine
         await engine.sandboxes.pause("b", memory=False)
     host.disk_bytes = 300 * MIB
     host.set_free_space(disk_mb=600)
-    session = PlanSessions(engine).open("key", "a check run of a test").engine
+    session = PlanSessions(engine).open("key", "a check-mode run of a test").engine
     with pytest.raises(NoSpace):
         await create(session, "c", "s")
     if not is_paused:

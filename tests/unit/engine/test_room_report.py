@@ -1,4 +1,4 @@
-"""The report of a host's room does not wait for a host that hangs."""
+"""The report of a host's room does not wait for a hung host."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.support.memory_engine import opened_engine
 pytestmark = pytest.mark.anyio
 
 
-async def test_reports_do_not_pile_up_while_the_host_hangs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_reports_do_not_pile_up_while_the_host_is_hung(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(room, "_REPORT_TIMEOUT_SECONDS", 0.05)
     host = MemoryHost()
     host.abilities = replace(host.abilities, can_stall=False)  # The engine does not poll the room.

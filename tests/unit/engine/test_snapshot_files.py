@@ -305,7 +305,7 @@ BAD_FIELDS: dict[str, dict[str, Any]] = {
     "parts out of order": {"parts": make_manifest_fields()["parts"][::-1]},
     "a jail with the parts of a machine": {"host_kind": "jail_zfs", "platform": None, "line": False},
     "a jail with memory": {"host_kind": "jail_zfs", "line": False, "parts": STREAM_PARTS},
-    "a jail with a serial line": {"host_kind": "jail_zfs", "platform": None, "parts": STREAM_PARTS},
+    "a jail with a serial port": {"host_kind": "jail_zfs", "platform": None, "parts": STREAM_PARTS},
     "a machine with a stream": {"platform": None, "parts": STREAM_PARTS},
     "a stream that is too large": {
         "host_kind": "jail_zfs", "platform": None, "line": False,

@@ -42,7 +42,7 @@ async def test_a_client_with_many_requests_does_not_get_more_turns() -> None:
     assert start_order[:3] == ["many0", "one", "many1"]
 
 
-async def test_a_start_that_hangs_loses_its_slot() -> None:
+async def test_a_hung_start_loses_its_slot() -> None:
     slots = StartSlots(1, 0.01)
     async with slots.held():
         async with asyncio.timeout(5), slots.held():

@@ -1,4 +1,4 @@
-"""Concurrent changes of template names."""
+"""Concurrent changes to template names."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tests that the agent client sends identities over the serial line or HTTP, and handles hostile responses."""
+"""Tests that the agent client sends identities over the serial port or HTTP, and handles hostile responses."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ FRAME_BYTES = 4096
 
 
 class FakeMachine:
-    """A fake machine that records the identities that it receives over the serial line and over HTTP.
+    """A fake machine that records the identities that it receives over the serial port and over HTTP.
 
-    ``line_responses``: what the machine sends over the line after each challenge. None closes the line.
+    ``line_responses``: what the machine sends over the serial port after each challenge. None closes the port.
     """
 
     def __init__(self, line_responses: list[bytes | None]) -> None:

@@ -1,4 +1,4 @@
-"""ZFS commands that never return: they end at their timeout, are reported, and block no other work."""
+"""ZFS commands that never return: they are killed at their timeout, are reported, and block no other work."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ echo "$last"
 
 @pytest.fixture
 def set_timeout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[float], None]:
-    """Provide a `zfs` that hangs on datasets named "hanging". Returns a function that sets the timeout."""
+    """Provide a `zfs` that becomes hung on datasets named "hanging". Returns a function that sets the timeout."""
     program = tmp_path / "bin/zfs"
     program.parent.mkdir()
     program.write_text(_HANGING_ZFS)
@@ -62,7 +62,7 @@ def set_timeout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[fl
 
 @pytest.fixture
 def end_unkillable_processes(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[], None]]:
-    """Make processes ignore being killed, as if they hung in the kernel. Returns a function that ends them."""
+    """Make processes ignore being killed, as if they were hung in the kernel. Returns a function that kills them."""
     processes: list[subprocess.Popen[bytes]] = []
     original_kill = subprocess.Popen.kill
     monkeypatch.setattr(subprocess.Popen, "kill", lambda process: processes.append(process))
@@ -75,7 +75,7 @@ def end_unkillable_processes(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callab
     end_processes()
 
 
-def test_a_command_that_hangs_ends_at_its_timeout_and_is_counted(set_timeout: Callable[[float], None]) -> None:
+def test_a_hung_command_is_killed_at_its_timeout_and_counted(set_timeout: Callable[[float], None]) -> None:
     timeouts_before = zfs_core.count_timeouts()
     with ThreadPoolExecutor() as pool:
         call = pool.submit(process.execute, ("snapshot", "p/hanging@a"), None, None, None, "p/hanging")
@@ -90,10 +90,10 @@ def test_a_command_that_hangs_ends_at_its_timeout_and_is_counted(set_timeout: Ca
     assert process.execute(("snapshot", "p/other@a")).output == "p/other@a\n"
 
 
-def test_a_command_that_cannot_be_killed_is_abandoned_and_reported_until_it_ends(
+def test_an_unkillable_command_is_abandoned_and_reported_until_it_exits(
     set_timeout: Callable[[float], None], end_unkillable_processes: Callable[[], None]
 ) -> None:
-    with pytest.raises(ZFSGenericError, match="could not be killed, because it hangs in the kernel"):
+    with pytest.raises(ZFSGenericError, match="could not be killed, because it is hung in the kernel"):
         process.execute(("destroy", "p/hanging"))
     with pytest.raises(ZFSGenericError, match="did not finish within"):
         process.read_first_bytes("send", "p/hanging@a", count=8)
@@ -106,15 +106,13 @@ def test_a_command_that_cannot_be_killed_is_abandoned_and_reported_until_it_ends
     wait_until(lambda: not list_slow_commands())
 
 
-def test_the_first_bytes_of_a_command_are_returned_without_waiting_for_its_end(
-    tmp_path: Path, set_timeout: Any
-) -> None:
+def test_first_bytes_are_returned_before_the_command_exits(tmp_path: Path, set_timeout: Any) -> None:
     assert process.read_first_bytes("send", "p/a@b", count=3) == (b"p/a", None)
     data, outcome = process.read_first_bytes("send", "p/a@b", count=30)
     assert data == b"p/a@b\n" and outcome is not None and outcome.cause is None
 
 
-def test_the_error_of_a_command_that_hangs_names_the_dataset_and_a_remedy(set_timeout: Any) -> None:
+def test_a_hung_commands_error_names_the_dataset_and_a_remedy(set_timeout: Any) -> None:
     with (
         pytest.raises(Timeout, match=r"`zfs set` .* 0\.3 s .* on p/hanging: .*`zpool status`.*GET /health"),
         translated_errors(),
@@ -122,7 +120,7 @@ def test_the_error_of_a_command_that_hangs_names_the_dataset_and_a_remedy(set_ti
         process.execute(("set", "a=b", "p/hanging"), name="p/hanging")
 
 
-def test_commands_that_hang_do_not_use_up_the_threads_for_other_work(set_timeout: Callable[[float], None]) -> None:
+def test_hung_commands_do_not_use_up_the_threads_for_other_work(set_timeout: Callable[[float], None]) -> None:
     set_timeout(30)
 
     async def run_scenario() -> None:
@@ -137,7 +135,7 @@ def test_commands_that_hang_do_not_use_up_the_threads_for_other_work(set_timeout
     asyncio.run(run_scenario())
 
 
-def test_a_removal_waits_for_another_one_but_is_refused_if_that_one_hangs(
+def test_a_removal_waits_for_another_removal_but_not_for_a_hung_one(
     set_timeout: Callable[[float], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(root_module, "_LOCK_POLL_SECONDS", 0.02)
@@ -158,7 +156,7 @@ def test_a_removal_waits_for_another_one_but_is_refused_if_that_one_hangs(
             hanging_mount = pool.submit(process.execute, ("mount", "p/hanging"), 1.2)
             wait_until(list_slow_commands)
             time.sleep(0.1)
-            assert not waiter.done(), "a command that hangs elsewhere does not concern the owner of the lock"
+            assert not waiter.done(), "a command that is hung elsewhere does not concern the owner of the lock"
             release_event.set()
             holder.result(10), waiter.result(10)
             with pytest.raises(ZFSGenericError):
@@ -176,7 +174,7 @@ def test_a_removal_waits_for_another_one_but_is_refused_if_that_one_hangs(
             release_event.set()
 
 
-def test_on_zfs_fuse_the_wait_for_another_mount_is_reported_and_counts_towards_the_timeout(
+def test_waiting_for_another_mount_is_reported_and_counts_towards_the_timeout(
     set_timeout: Callable[[float], None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(capabilities, "_capabilities", ZFS_FUSE_CAPABILITIES)
@@ -194,7 +192,7 @@ def test_on_zfs_fuse_the_wait_for_another_mount_is_reported_and_counts_towards_t
     assert zfs_core.list_running_commands() == []
 
 
-def test_the_timeout_of_a_command_is_reduced_by_the_time_it_has_waited(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_waiting_reduces_a_commands_timeout(monkeypatch: pytest.MonkeyPatch) -> None:
     timeouts: list[float] = []
     monkeypatch.setattr(capabilities, "_capabilities", make_openzfs_capabilities((2, 3)))
     monkeypatch.setattr(run_module, "execute", lambda _args, seconds, *_: timeouts.append(seconds))
@@ -206,7 +204,7 @@ def test_the_timeout_of_a_command_is_reduced_by_the_time_it_has_waited(monkeypat
 
 
 class _HostPartsThatHangOnce:
-    """Takes the place of all parts of the host. The first removal times out, and the second one succeeds."""
+    """Stands in for all parts of the host. The first removal times out, and the second one succeeds."""
 
     def __init__(self) -> None:
         self.instances = self.snapshots = self
@@ -219,7 +217,7 @@ class _HostPartsThatHangOnce:
         pass
 
     async def describe(self, _dataset: str, _path: Path) -> str:
-        raise AssertionError("the commands that find the holders could hang, too")
+        raise AssertionError("the commands that find the holders could become hung, too")
 
     def path(self, instance: str) -> Path:
         return Path("/nowhere", instance)
@@ -235,7 +233,7 @@ class _HostPartsThatHangOnce:
     finish_removal = discard
 
 
-def test_a_removal_whose_command_hangs_is_repeated(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_removal_whose_command_is_hung_is_repeated(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(retries, "_RETRY_SECONDS", 0.01)
 
     async def run_scenario(remove: Callable[[_HostPartsThatHangOnce, BackgroundTasks], Awaitable[None]]) -> list[str]:
@@ -260,14 +258,14 @@ def test_no_command_runs_while_the_event_loop_could_be_waiting_for_it(monkeypatc
     names = SnapshotNames(root, "snapshot")
     names.load({"one": "p/root/a@one"})
 
-    def try_lock() -> bool:
+    def can_acquire_lock() -> bool:
         if is_free := root.index_lock.acquire(timeout=5):
             root.index_lock.release()
         return is_free
 
     def check_that_lock_is_free(name: str) -> bool:
         with ThreadPoolExecutor() as pool:
-            assert pool.submit(try_lock).result(10)
+            assert pool.submit(can_acquire_lock).result(10)
         return False
 
     monkeypatch.setattr(zfs_core, "lzc_exists", check_that_lock_is_free)
@@ -280,34 +278,34 @@ def test_no_command_runs_while_the_event_loop_could_be_waiting_for_it(monkeypatc
     assert names.list_all() == set()
 
 
-def test_a_file_system_that_hangs_hides_only_its_own_usage(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_hung_file_system_hides_only_its_own_usage(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(disk_usage, "_TIMEOUT_SECONDS", 0.2)
     release = threading.Event()
     calls: list[Path] = []
 
     def read(path: Path) -> int | None:
         calls.append(path)
-        if path == tmp_path / "hanging" and not release.is_set():
+        if path == tmp_path / "hung" and not release.is_set():
             release.wait(30)
         return 1
 
     monkeypatch.setattr(disk_usage, "_read_used_bytes", read)
     usage = DiskUsage()
-    paths = {name: tmp_path / name for name in ("a", "hanging", "z")}
+    paths = {name: tmp_path / name for name in ("a", "hung", "z")}
 
     async def run_scenario() -> None:
-        assert await usage.read(paths) == {"a": 1, "hanging": None, "z": None}
+        assert await usage.read(paths) == {"a": 1, "hung": None, "z": None}
         for _ in range(3):
-            assert await usage.read(paths) == {"a": 1, "hanging": None, "z": 1}
-        assert calls.count(tmp_path / "hanging") == 1, "each call leaves a thread behind"
+            assert await usage.read(paths) == {"a": 1, "hung": None, "z": 1}
+        assert calls.count(tmp_path / "hung") == 1, "each call leaves a thread behind"
         release.set()
 
     asyncio.run(run_scenario())
-    wait_until(lambda: asyncio.run(usage.read(paths))["hanging"] == 1)
+    wait_until(lambda: asyncio.run(usage.read(paths))["hung"] == 1)
 
 
-def test_each_file_system_that_hangs_blocks_only_one_thread(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Several file systems begin to hang while they are read at the same time, and respond one after the other."""
+def test_each_hung_file_system_blocks_only_one_thread(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Several file systems become hung while they are read at the same time, and respond one after the other."""
     monkeypatch.setattr(disk_usage, "_TIMEOUT_SECONDS", 1.0)
     paths = {name: tmp_path / name for name in ("a", "b", "c")}
     release_events = {path: threading.Event() for path in paths.values()}

@@ -25,9 +25,7 @@ kstat.zfs.misc.arcstats.c_min=400000
     ("output", "expected_free"),
     [(_SYSCTL_OUTPUT, 1500 * 4096 + 500_000), ("\n".join(_SYSCTL_OUTPUT.splitlines()[:4]), 1500 * 4096)],
 )
-async def test_the_free_memory_of_a_freebsd_host_includes_most_of_the_zfs_cache(
-    output: str, expected_free: int
-) -> None:
+async def test_free_memory_on_freebsd_includes_most_of_the_zfs_cache(output: str, expected_free: int) -> None:
     async def run_sysctl(*argv: str) -> str:
         assert argv[:2] == ("sysctl", "-ie")
         return output

@@ -35,7 +35,7 @@ Entry = tuple[str, bytes, str]
 
 
 class Image:
-    """A directory that takes the place of an image. Contains a working directory."""
+    """A directory that stands in for an image. Contains a working directory."""
 
     def __init__(self, root: Path) -> None:
         self.context = root / "context"
@@ -77,7 +77,7 @@ class Image:
         return ""
 
     def list_paths(self) -> list[str]:
-        """Return the paths of all files and links below the image."""
+        """Return the paths of all files and links inside the image."""
         paths = (path for path in self.root.rglob("*") if path.is_symlink() or not path.is_dir())
         return sorted(str(path.relative_to(self.root)) for path in paths)
 

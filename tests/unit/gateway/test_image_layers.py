@@ -100,7 +100,7 @@ def test_ordinary_entries_are_accepted(tmp_path: Path) -> None:
     st.lists(st.sampled_from(["", ".", "..", "a", ".wh.", ".wh.a", ".wh..", ".wh...", ".wh..wh..opq"]), max_size=5),
     st.sampled_from([tarfile.REGTYPE, tarfile.DIRTYPE, tarfile.LNKTYPE]),
 )
-def test_an_accepted_name_stays_below_the_root(parts: list[str], kind: bytes) -> None:
+def test_an_accepted_name_stays_inside_the_root(parts: list[str], kind: bytes) -> None:
     member, _ = make_entry("/".join(parts), type=kind, linkname="/".join(parts))
     try:
         check_member(member)
@@ -218,7 +218,7 @@ def test_headers_of_common_programs_are_accepted(tmp_path: Path) -> None:
         assert find_problem(tmp_path, data, gzip.compress(data)) == "" and len(data) >= 1024
 
 
-def test_a_layer_that_is_not_compressed_as_its_media_type_says_is_refused(tmp_path: Path) -> None:
+def test_a_layer_whose_compression_contradicts_its_media_type_is_refused(tmp_path: Path) -> None:
     """umoci relies on the media type. A file can be valid both as a compressed and as an uncompressed layer."""
     problem = "layer 1 of 1 is not compressed as its media type says"
     assert find_problem(tmp_path, gzip.compress(make_layer(make_entry("a"))), is_gzip=False).startswith(problem)

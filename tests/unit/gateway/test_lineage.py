@@ -65,7 +65,7 @@ def _make_chain(length: int) -> list[Snapshot]:
     ]
 
 
-def test_the_lineage_of_a_chain_of_ten_thousand_snapshots_is_a_list() -> None:
+def test_the_lineage_of_ten_thousand_chained_snapshots_is_a_list() -> None:
     index, chain = Index(), _make_chain(10_000)
     index.load([], chain)
     nodes = list(walk_nodes(index))

@@ -118,7 +118,7 @@ def test_the_record_of_a_snapshot_says_where_its_memory_is(store: Store, root: P
     assert store.scan() == ([snapshot.id], [])
 
 
-def test_without_a_memory_root_the_image_is_in_the_directory_of_the_snapshot(layout: Layout) -> None:
+def test_without_a_memory_root_the_image_is_in_the_snapshots_directory(layout: Layout) -> None:
     store = Store(layout, None)
     store.roots.open()
     snapshot = store.capture()
@@ -126,7 +126,7 @@ def test_without_a_memory_root_the_image_is_in_the_directory_of_the_snapshot(lay
     assert store.roots.memory_problem(snapshot) == "" and not layout.memory_roots.exists()
 
 
-def test_memory_in_a_root_that_is_not_mounted_is_unavailable_until_it_is_mounted(store: Store, root: Path) -> None:
+def test_memory_is_unavailable_until_its_root_is_mounted(store: Store, root: Path) -> None:
     snapshot = store.capture()
     assert store.roots.memory_problem(snapshot) == ""
     unmount_root(root)
@@ -163,7 +163,7 @@ def test_snapshots_of_an_unmounted_root_are_neither_quarantined_nor_removed(stor
     assert store.scan() == ([snapshot.id], []) and store.roots.memory_problem(snapshot) == ""
 
 
-def test_a_transient_snapshot_of_an_unmounted_root_survives_a_restart_of_the_gateway(store: Store, root: Path) -> None:
+def test_a_transient_snapshot_on_an_unmounted_root_survives_a_gateway_restart(store: Store, root: Path) -> None:
     snapshot = store.capture(SnapshotKind.TRANSIENT)
     unmount_root(root)
     assert store.scan() == ([snapshot.id], [])
@@ -192,7 +192,7 @@ def test_a_root_that_does_not_exist_yet_is_used_once_it_exists(layout: Layout, t
     assert store.roots.memory_problem(store.capture()) == ""
 
 
-def test_a_root_that_others_can_write_to_is_refused(layout: Layout, root: Path) -> None:
+def test_a_root_writable_by_other_users_is_refused(layout: Layout, root: Path) -> None:
     root.chmod(0o1777)
     with pytest.raises(Conflict, match="users other than root can write"):
         Store(layout, root).capture()
@@ -234,9 +234,7 @@ def test_removal_removes_the_record_and_the_image(store: Store, root: Path) -> N
     assert list_images(root) == [] and store.scan() == ([], [])
 
 
-def test_the_image_of_a_snapshot_that_was_removed_while_the_root_was_not_mounted_is_swept(
-    store: Store, root: Path
-) -> None:
+def test_the_image_of_a_snapshot_removed_while_unmounted_is_swept(store: Store, root: Path) -> None:
     snapshot = store.capture()
     unmount_root(root)
     store.snapshots.remove(snapshot)
@@ -253,7 +251,7 @@ def test_undo_removes_the_image(store: Store, root: Path, is_committed: bool) ->
     assert list_images(root) == []
 
 
-def test_the_image_of_a_snapshot_that_was_never_committed_is_swept(store: Store, root: Path) -> None:
+def test_an_uncommitted_snapshots_image_is_swept(store: Store, root: Path) -> None:
     committed_snapshot = store.capture()
     store.capture(commit=False)
     ids, repairs = store.scan()
@@ -312,7 +310,7 @@ def test_removing_a_sandbox_releases_its_images(store: Store, root: Path) -> Non
     assert len(list_images(root)) == 1 and store.scan() == ([snapshot.id], [])
 
 
-def test_the_image_of_a_machine_that_does_not_exist_is_swept(store: Store, root: Path) -> None:
+def test_the_image_of_a_missing_machine_is_swept(store: Store, root: Path) -> None:
     snapshot = store.capture()
     swept_files, kept_files = store.fork(snapshot), store.fork(snapshot)
     swept_files.memory.unlink()
@@ -327,7 +325,7 @@ def test_the_image_of_a_machine_in_quarantine_is_kept(store: Store, root: Path) 
     assert store.scan()[1] == [] and len(list_images(root)) == 2
 
 
-def test_no_image_of_a_machine_is_swept_while_its_root_is_not_mounted(store: Store, root: Path) -> None:
+def test_machine_images_are_not_swept_while_their_root_is_unmounted(store: Store, root: Path) -> None:
     files = store.fork(store.capture())
     unmount_root(root)
     assert files.memory.is_symlink() and not files.memory.exists()
@@ -339,7 +337,7 @@ def test_no_image_of_a_machine_is_swept_while_its_root_is_not_mounted(store: Sto
     assert store.scan()[1] == [] and files.memory.exists()
 
 
-def test_a_newer_image_replaces_the_held_one_even_in_another_root(store: Store, tmp_path: Path, root: Path) -> None:
+def test_a_newer_image_replaces_the_held_one_even_in_a_different_root(store: Store, tmp_path: Path, root: Path) -> None:
     snapshot = store.capture()
     files = store.fork(snapshot)
     other_directory = MemoryDirectory(tmp_path / "other", "gateway")
@@ -358,7 +356,7 @@ def test_a_newer_image_replaces_the_held_one_even_in_another_root(store: Store, 
     assert other_directory.list_machine_files() == [] and list(other_directory.machines.iterdir()) == []
 
 
-def test_a_machine_that_boots_uses_neither_the_root_nor_images_of_a_former_machine(store: Store, root: Path) -> None:
+def test_a_booting_machine_uses_neither_the_root_nor_a_former_machines_images(store: Store, root: Path) -> None:
     snapshot = store.capture()
     files = store.fork(snapshot)
     held_images.hold(files.memory, files.last_memory, store.snapshots.files(snapshot).memory_directory)

@@ -39,7 +39,7 @@ def test_without_a_policy_everything_but_metadata_is_open() -> None:
         assert not can_reach(NetworkPolicy(), str(ipaddress.IPv4Network(network)[-1]))
 
 
-def test_allowed_addresses_are_open_if_all_others_are_closed() -> None:
+def test_allowed_addresses_are_open_if_all_other_addresses_are_closed() -> None:
     policy = NetworkPolicy(allow_internet=False, allow_out=["192.0.2.0/24", " 198.51.100.7 "])
     assert can_reach(policy, "192.0.2.200") and can_reach(policy, "198.51.100.7")
     assert not can_reach(policy, "198.51.100.8") and not can_reach(NO_INTERNET_POLICY, "1.1.1.1")

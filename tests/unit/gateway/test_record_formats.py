@@ -131,7 +131,7 @@ def _write_manifest(directory: Path, record: dict[str, Any]) -> Path:
 
 
 @pytest.mark.parametrize("kind", _OLD_RECORDS)
-def test_a_record_of_the_last_release_is_read_and_saved_in_this_format(kind: type[Record], tmp_path: Path) -> None:
+def test_a_record_from_the_last_release_is_converted_to_this_format(kind: type[Record], tmp_path: Path) -> None:
     record = record_files.read_record(_write_manifest(tmp_path, _OLD_RECORDS[kind]), kind)
     assert decode(_make_property(_KINDS[kind], _OLD_RECORDS[kind]), _KINDS[kind]) == (7, record, "")
     expected = {**_OLD_RECORDS[kind], "format": FORMAT, "generation": 0}
@@ -173,7 +173,7 @@ def test_a_saved_record_keeps_the_fields_of_a_newer_release() -> None:
 
 
 @pytest.mark.parametrize("case", _NEWER_RECORDS)
-def test_a_record_that_only_a_newer_release_can_read_is_not_treated_as_damaged(case: str, tmp_path: Path) -> None:
+def test_a_record_in_a_newer_format_is_not_treated_as_damaged(case: str, tmp_path: Path) -> None:
     kind, changes, reason = _NEWER_RECORDS[case]
     newer_record = _OLD_RECORDS[kind] | changes
     with pytest.raises(NewerFormat, match=reason):

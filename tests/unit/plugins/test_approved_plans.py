@@ -199,7 +199,7 @@ def remove_golden_snapshot(client: Client) -> None:
         (CAPTURE_TASK, make_action("snapshot", name=["new"], sandbox=["other"]), "snapshot 'new' did not exist"),
     ],
 )
-def test_nothing_is_done_after_a_change_by_others(
+def test_nothing_is_done_after_a_change_by_another_client(
     gateway: MemoryGateway, client: Client, task: Task, make_drift: Callable[[Client], Any], message: str
 ) -> None:
     (entry,) = make_plan(gateway, task)
@@ -233,7 +233,7 @@ def test_all_objects_that_a_task_names_are_compared(
     mounts = [{"name": "data", "path": "/srv/data"}]
     run_task(client, "sandbox", {"name": ["writer"], "template": "base", "volumes": mounts})
     run_task(client, "snapshot", {"name": ["with-data"], "sandbox": ["writer"], "volumes": ["data"]})
-    test_nothing_is_done_after_a_change_by_others(gateway, client, task, make_drift, message)
+    test_nothing_is_done_after_a_change_by_another_client(gateway, client, task, make_drift, message)
 
 
 @pytest.mark.parametrize("params", [{"snapshots": []}, {"state": "absent"}])
@@ -288,16 +288,16 @@ PREWARM_EXTRA_TASK = ("template", {"name": ["extra"], "prewarm": 2})
         (make_action("template", name=["extra"], state="absent"), "template 'extra' has been removed"),
         (
             make_action("template", name=["extra"], packages=["curl"]),
-            "template 'extra' has been replaced by another one",
+            "template 'extra' has been replaced",
         ),
         (make_action("template", name=["extra"], prewarm=1), "template 'extra' has changed"),
     ],
 )
-def test_nothing_is_done_with_a_template_that_others_changed(
+def test_nothing_is_done_with_a_template_changed_by_another_client(
     gateway: MemoryGateway, client: Client, task: Task, make_drift: Callable[[Client], Any], message: str
 ) -> None:
     gateway.build_template("extra")
-    test_nothing_is_done_after_a_change_by_others(gateway, client, task, make_drift, message)
+    test_nothing_is_done_after_a_change_by_another_client(gateway, client, task, make_drift, message)
 
 
 @pytest.mark.parametrize(
@@ -321,7 +321,7 @@ def test_nothing_is_done_with_a_template_that_others_changed(
         ),
     ],
 )
-def test_a_change_that_others_made_instead_of_the_run_stops_it(
+def test_a_run_stops_if_another_client_has_made_its_change(
     gateway: MemoryGateway, client: Client, tasks: list[Task], make_drift: Callable[[Client], Any]
 ) -> None:
     entries = make_plan(gateway, *tasks)
@@ -332,7 +332,7 @@ def test_a_change_that_others_made_instead_of_the_run_stops_it(
     assert read_state(client) == before
 
 
-def test_an_item_of_a_loop_that_needs_no_change_does_not_hide_others(gateway: MemoryGateway, client: Client) -> None:
+def test_a_loop_item_without_changes_does_not_hide_other_items(gateway: MemoryGateway, client: Client) -> None:
     run_task(client, "sandbox", {"name": ["other"], "metadata": {"team": "red"}})
     items = [("sandbox", {"name": [name], "metadata": {"team": "red"}}) for name in ("other", "web")]
     entries = make_plan(gateway, *items)
@@ -402,7 +402,7 @@ def test_an_object_that_was_replaced_is_not_changed(gateway: MemoryGateway, clie
         run_task(client, kind, params)
     before = read_state(client)
     result = apply_task(client, task, entry)
-    assert "has been replaced by another one" in result["msg"], result
+    assert "has been replaced" in result["msg"], result
     assert read_state(client) == before
 
 
@@ -417,9 +417,7 @@ def test_an_object_that_was_replaced_is_not_changed(gateway: MemoryGateway, clie
         UPDATE_TASK,
     ],
 )
-def test_actions_other_than_the_planned_ones_are_refused(
-    gateway: MemoryGateway, client: Client, other_task: Task
-) -> None:
+def test_unplanned_actions_are_refused(gateway: MemoryGateway, client: Client, other_task: Task) -> None:
     (entry,) = make_plan(gateway, FORK_TASK)
     before = read_state(client)
     result = apply_task(client, other_task, entry)
@@ -433,7 +431,7 @@ def test_an_action_outside_the_plan_is_refused(gateway: MemoryGateway, client: C
     assert "does not contain this task's changes (update)" in result["msg"]
     (entry,) = make_plan(gateway, UPDATE_TASK)
     result = apply_task(client, UPDATE_TASK, {**entry, "gateway": "0" * 16})
-    assert "another gateway" in result["msg"]
+    assert "a different gateway" in result["msg"]
     assert read_state(client) == before
     unnecessary_task = ("sandbox", {"name": ["web"], "state": "running"})
     assert apply_task(client, unnecessary_task)["changed"] is False, "a task without changes needs no plan"
@@ -495,7 +493,7 @@ def test_planned_ids_stand_for_the_ids_of_the_run(gateway: MemoryGateway, client
         "used": [0],
         "bindings": {gateway_id: {planned_id: "0123456789ab"}},
     }
-    assert "replaced by another one" in apply_task(client, remove_task, *entries, state=state_of_other_object)["msg"]
+    assert "replaced" in apply_task(client, remove_task, *entries, state=state_of_other_object)["msg"]
     assert apply_task(client, remove_task, *entries, state=state)["changed"]
 
 
@@ -530,7 +528,7 @@ def test_values_may_contain_the_ids_of_objects_that_the_run_creates(
         (("volume", {"name": ["box"], "size_mb": 64}), ("volume", {"name": ["box"], "state": "absent"})),
     ],
 )
-def test_an_object_that_others_created_instead_of_the_run_is_kept(
+def test_an_object_created_by_another_client_is_kept(
     gateway: MemoryGateway, client: Client, create_task: Task, remove_task: Task
 ) -> None:
     entries = make_plan(gateway, create_task, remove_task)
@@ -539,11 +537,11 @@ def test_an_object_that_others_created_instead_of_the_run_is_kept(
     state = make_initial_state()
     assert "did not exist when the plan was made" in apply_task(client, create_task, entries[0], state=state)["msg"]
     remaining_state = {**state, "used": [0]}
-    assert "replaced by another one" in apply_task(client, remove_task, *entries, state=remaining_state)["msg"]
+    assert "replaced" in apply_task(client, remove_task, *entries, state=remaining_state)["msg"]
     assert read_state(client) == before
 
 
-def test_values_of_users_are_compared_regardless_of_their_keys(gateway: MemoryGateway, client: Client) -> None:
+def test_user_values_are_compared_regardless_of_their_keys(gateway: MemoryGateway, client: Client) -> None:
     def make_task(value: str, timeout: int) -> Task:
         metadata = {"address": value, "end": value, "serial": "000000001234"}
         return ("sandbox", {"name": ["box"], "template": "base", "metadata": metadata, "timeout": timeout})
@@ -590,7 +588,7 @@ def test_mounted_volumes_are_compared(gateway: MemoryGateway, client: Client, ta
         (COPY_TASK, ""),
     ],
 )
-def test_a_volume_that_others_have_mounted_is_not_mounted(
+def test_a_volume_mounted_by_another_client_is_not_mounted(
     gateway: MemoryGateway, client: Client, task: Task, message: str
 ) -> None:
     (entry,) = make_plan(gateway, task)
@@ -674,7 +672,7 @@ def test_objects_are_compared_again_before_each_action(
     make_drift: Callable[[Client], Any],
     message: str,
 ) -> None:
-    """While a task carries out its first action, which can take an hour, others change an object of the second one."""
+    """Another client changes an object of the second action while the task carries out the first one."""
     kind = task[0]
     if kind == "template":
         gateway.build_template("extra")
@@ -751,7 +749,7 @@ def test_snapshots_of_a_volume_are_compared(gateway: MemoryGateway, client: Clie
     assert read_state(client) == before
 
 
-def test_snapshots_of_a_volume_that_the_run_itself_creates_are_known(gateway: MemoryGateway, client: Client) -> None:
+def test_volume_snapshots_created_by_the_run_itself_are_known(gateway: MemoryGateway, client: Client) -> None:
     mount = ("sandbox", {"name": ["web"], "volumes": [{"name": "data", "path": "/srv/data"}]})
     assert run_task(client, *mount)["changed"]
     tasks = [
@@ -779,7 +777,7 @@ def test_a_rollback_to_a_snapshot_whose_volume_is_gone_is_refused(gateway: Memor
 
 
 def test_hosts_of_one_run_share_a_template_and_a_snapshot(gateway: MemoryGateway, client: Client) -> None:
-    """The order of the hosts makes no difference, and neither do sandboxes that others created from the template."""
+    """Neither the order of the hosts nor sandboxes that other clients created from the template make a difference."""
     tasks = [("sandbox", {"name": [f"box-{host}"], "template": "base"}) for host in ("a", "b", "c")] + [
         ("fork", {"snapshot": "golden", "names": [f"fork-{host}"]}) for host in ("a", "b", "c")
     ]
@@ -834,7 +832,7 @@ def test_a_changed_entry_does_not_match(gateway: MemoryGateway, client: Client) 
     assert apply_task(client, FORK_TASK, entry)["changed"]
 
 
-def test_a_volume_of_the_run_that_others_replaced_is_not_changed(gateway: MemoryGateway, client: Client) -> None:
+def test_a_volume_replaced_by_another_client_is_not_changed(gateway: MemoryGateway, client: Client) -> None:
     tasks = [("volume", {"name": ["cache"], "size_mb": size_mb}) for size_mb in (64, 128)]
     entries = make_plan(gateway, *tasks)
     state = make_initial_state()
@@ -845,7 +843,7 @@ def test_a_volume_of_the_run_that_others_replaced_is_not_changed(gateway: Memory
     client.post("/volumes", {"name": "cache", "sizeMB": 64})
     before = read_state(client)
     result = apply_task(client, tasks[1], *entries, state=replaced_state)
-    assert "volume 'cache' has been replaced by another one" in result["msg"], result
+    assert "volume 'cache' has been replaced" in result["msg"], result
     assert read_state(client) == before
 
 
@@ -860,7 +858,7 @@ USES_OF_VOLUME_SNAPSHOT = [
 
 @pytest.mark.parametrize("drift", ["none", "removed", "recreated", "made before the run"])
 @pytest.mark.parametrize("task", USES_OF_VOLUME_SNAPSHOT)
-def test_a_snapshot_of_a_volume_that_others_replaced_is_not_used(
+def test_a_volume_snapshot_replaced_by_another_client_is_not_used(
     gateway: MemoryGateway, client: Client, task: Task, drift: str
 ) -> None:
     entries = make_plan(gateway, VOLUME_SNAPSHOT, task)
@@ -881,10 +879,8 @@ def test_a_snapshot_of_a_volume_that_others_replaced_is_not_used(
         assert read_state(client) == before
 
 
-def test_a_snapshot_of_a_volume_that_another_host_is_making_does_not_stop_a_task(
-    gateway: MemoryGateway, client: Client
-) -> None:
-    """The other host's task has taken the snapshot, but has not ended yet, so the run does not know the id."""
+def test_a_task_runs_while_another_host_takes_a_volume_snapshot(gateway: MemoryGateway, client: Client) -> None:
+    """The other host's task has taken the snapshot but not finished yet, so the run does not know its id."""
     tasks = [("volume", {"name": ["data"], "snapshots": [f"of-{host}"]}) for host in "ab"]
     entries = make_plan(gateway, *tasks)
     state = make_initial_state()
@@ -987,7 +983,7 @@ def make_export(snapshot: str, file: Path) -> Task:
 
 
 @pytest.mark.parametrize("before", ["", "idle"], ids=["no file", "a file"])
-def test_an_export_replaces_no_snapshot_that_others_have_exported_since(
+def test_an_export_does_not_replace_another_clients_later_export(
     gateway: MemoryGateway, client: Client, tmp_path: Path, before: str
 ) -> None:
     file = tmp_path / "file"
@@ -1002,7 +998,7 @@ def test_an_export_replaces_no_snapshot_that_others_have_exported_since(
     assert file.read_bytes() == contents
 
 
-def test_an_export_replaces_the_planned_snapshot_and_those_of_the_run(
+def test_an_export_replaces_the_planned_snapshot_and_the_runs_own_exports(
     gateway: MemoryGateway, client: Client, tmp_path: Path
 ) -> None:
     file = tmp_path / "file"

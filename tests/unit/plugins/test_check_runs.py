@@ -1,4 +1,4 @@
-"""Test what a check run asks a gateway before it sends a task to a sandbox."""
+"""Test what a check-mode run asks a gateway before it sends a task to a sandbox."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def test_a_connection_notices_that_the_gateway_was_restarted(
 
     monkeypatch.setattr(PlanSessions, "open", restart_and_open)
     for _ in range(2):
-        with pytest.raises(Failure, match="was restarted during this check run"):
+        with pytest.raises(Failure, match="was restarted during this check-mode run"):
             require_machine(gateway, "web")
 
 
@@ -105,7 +105,7 @@ def test_a_task_is_skipped_if_the_plan_changes_a_mounted_volume(
     require_machine(gateway, "plain")
 
 
-def test_a_volume_that_others_have_changed_is_no_reason_to_skip_a_task(gateway: MemoryGateway) -> None:
+def test_a_task_is_not_skipped_because_another_client_changed_a_volume(gateway: MemoryGateway) -> None:
     with gateway.client() as other_client:
         other_client.post("/volumes/data/rollback", json={"snapshot": "old"}).raise_for_status()
     require_machine(gateway, "web")

@@ -1,4 +1,4 @@
-"""Test the client with a gateway that hangs, closes connections, or sends invalid responses."""
+"""Test the client with a gateway that is not responding, closes connections, or sends invalid responses."""
 
 from __future__ import annotations
 

@@ -31,7 +31,7 @@ def load_documentation(path: Path) -> dict[str, Any]:
 
 
 def list_documented_options(module: Path) -> dict[str, Any]:
-    """Return a module's documented options, including those of its doc fragments."""
+    """Return a module's documented options, including the options from its doc fragments."""
     document = load_documentation(module)
     options = dict(document["options"])
     for fragment in document["extends_documentation_fragment"]:
@@ -110,7 +110,7 @@ def test_the_check_mode_attribute_names_each_exception(module: Path) -> None:
     starts_machines = not is_listing and resource_kind.SINGULAR == "sandbox"
     has_unpredicted_failures = starts_machines or list_unpredicted_failures()[module.stem] > 0
     assert all(f"O({option}=true)" in details for option in conditions)
-    assert ("are not predicted" in details) is has_unpredicted_failures
+    assert ("Check mode cannot predict" in details) is has_unpredicted_failures
     assert ("a machine that does not start" in details) is starts_machines
     assert ("almost full" in details) is (starts_machines or module.stem in ("sandbox_snapshot", "sandbox_template"))
     assert attribute["support"] == ("partial" if conditions or has_unpredicted_failures else "full")

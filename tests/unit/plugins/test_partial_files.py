@@ -1,4 +1,4 @@
-"""Exports by the module and by `sandboxctl` leave neither incomplete files nor secrets that others can read."""
+"""Exports by the module and by `sandboxctl` leave neither incomplete files nor secrets that other users can read."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def served(response: bytes) -> Iterator[str]:
         thread.join(10)
 
 
-def test_the_next_export_reuses_and_removes_the_secrets_that_a_killed_one_left(
+def test_the_next_export_replaces_the_secrets_left_by_a_killed_export(
     path: Path, partial_path: Path, open_file: OpenFile
 ) -> None:
     partial_path.write_bytes(FILE * 2)
@@ -94,7 +94,7 @@ def test_two_exports_to_one_file_do_not_mix(path: Path, open_file: OpenFile) -> 
 
 
 @pytest.mark.parametrize("kind", ["symbolic link", "hard link", "file of another user", "pipe"])
-def test_a_planted_partial_file_neither_receives_secrets_nor_damages_others(
+def test_a_planted_partial_file_neither_receives_secrets_nor_damages_other_files(
     path: Path, partial_path: Path, open_file: OpenFile, kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     victim = path.with_name("victim")

@@ -143,7 +143,7 @@ def test_values_of_new_objects_may_differ_from_the_session(
         (VOLUME, {"dataset": "pool/other"}),
     ],
 )
-def test_known_values_must_be_those_of_the_session(
+def test_known_values_must_match_the_session(
     comparison: PlanComparison,
     monkeypatch: pytest.MonkeyPatch,
     planned: dict[str, Any],

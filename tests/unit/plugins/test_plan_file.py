@@ -122,7 +122,7 @@ def test_a_plan_expires_until_a_run_has_begun_to_apply_it(
     path, document = str(tmp_path / "plan.json"), make_document()
     _plan_file.save(path, document)
     monkeypatch.setattr(C, "DEFAULT_LOCAL_TMP", str(tmp_path))
-    # This replaces the plugin loader, which needs the collection in a directory of its own.
+    # This replaces the plugin loader, which needs the collection in a separate directory.
     monkeypatch.setattr(_plan_journal.callback_loader, "get", lambda *_args, **_options: CallbackModule)
     monkeypatch.setattr(C.config, "get_config_value", lambda *_args, **_options: path)
     variables = {_plan_journal.EXTRA_VARIABLE: document} if is_variable else {}
@@ -203,15 +203,15 @@ WRONG_VALUES: dict[str, tuple[Any, ...]] = {
 
 
 @pytest.mark.parametrize(
-    ("place", "value"), [(place, value) for place, values in WRONG_VALUES.items() for value in values]
+    ("location", "value"), [(location, value) for location, values in WRONG_VALUES.items() for value in values]
 )
-def test_every_wrong_field_is_refused(tmp_path: Path, place: str, value: Any) -> None:
+def test_every_wrong_field_is_refused(tmp_path: Path, location: str, value: Any) -> None:
     """The digest of these files is correct."""
-    path = write_signed_file(tmp_path / "plan.json", set_value(make_document(), place, value))
+    path = write_signed_file(tmp_path / "plan.json", set_value(make_document(), location, value))
     with pytest.raises(Failure) as error_info:
         _plan_file.load(path)
     assert "is invalid: " in error_info.value.message and "Make a new plan" in error_info.value.message
-    field = place.rpartition("/")[2]
+    field = location.rpartition("/")[2]
     assert field in error_info.value.message or field == "gateways", error_info.value.message
 
 
@@ -249,7 +249,7 @@ def test_deep_nesting_is_refused(tmp_path: Path) -> None:
 def test_missing_and_unreadable_files_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(Failure, match=r"does not exist. Make it first: run ansible-playbook --check"):
         _plan_file.load(str(tmp_path / "plan.json"))
-    with pytest.raises(Failure, match=r"cannot be read: .*null byte.* Name the file that the check run saved"):
+    with pytest.raises(Failure, match=r"cannot be read: .*null byte.* Name the file that the check-mode run saved"):
         _plan_file.load("plan\0.json")
     os.mkfifo(tmp_path / "pipe")
     for path in (tmp_path, tmp_path / "pipe"):

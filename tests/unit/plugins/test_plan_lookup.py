@@ -1,4 +1,4 @@
-"""Test that the lookup ``plan`` returns the plan of a check run, and fails in other runs."""
+"""Test that the ``plan`` lookup returns the plan of a check-mode run, and fails in other runs."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def start_run(
 
 def look_up(*terms: str, variables: dict[str, Any] | None = None, **options: Any) -> dict[str, Any]:
     plugin = lookup.LookupModule()
-    # This replaces the plugin loader, which needs the collection in a directory of its own.
+    # This replaces the plugin loader, which needs the collection in a separate directory.
     plugin._load_name = "grove.sandbox.plan"
     definitions = yaml.safe_load(lookup.DOCUMENTATION)["options"]
     C.config.initialize_plugin_configuration_definitions("lookup", plugin._load_name, definitions)
@@ -114,14 +114,14 @@ def test_playbooks_are_named_without_their_directories(
     assert look_up()["playbooks"] == names
 
 
-def test_the_lookup_fails_outside_a_check_run(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_lookup_fails_outside_a_check_mode_run(monkeypatch: pytest.MonkeyPatch) -> None:
     start_run(monkeypatch, check=False)
-    with pytest.raises(AnsibleError, match="only a check run has a plan"):
+    with pytest.raises(AnsibleError, match="only a check-mode run has a plan"):
         look_up()
 
 
 def test_arguments_are_refused() -> None:
-    with pytest.raises(AnsibleError, match="takes no arguments except plan_lifetime"):
+    with pytest.raises(AnsibleError, match="accepts only the option plan_lifetime"):
         look_up("plan.json")
 
 

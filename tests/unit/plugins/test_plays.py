@@ -14,7 +14,7 @@ plays = make_plays(make_tasks(with_templates=True))
 
 
 @pytest.mark.parametrize(
-    ("node", "failing_places", "places"),
+    ("node", "failing_locations", "locations"),
     [
         (TASK, "0", "0 1"),
         (BLOCK, "", "0.block.0 0.block.1 0.always.0 1"),
@@ -25,15 +25,17 @@ plays = make_plays(make_tasks(with_templates=True))
         (NESTED_BLOCK, "0.block.0.always.0", "0.block.0.block.0 0.block.0.always.0 0.rescue.0 1"),
     ],
 )
-def test_the_failure_of_a_task_starts_the_rescue_of_its_block(node: Node, failing_places: str, places: str) -> None:
-    visited_places: list[str] = []
+def test_a_task_failure_starts_the_rescue_section_of_its_block(
+    node: Node, failing_locations: str, locations: str
+) -> None:
+    visited_locations: list[str] = []
 
-    def run_task(place: str, _task: PlayTask | Loop) -> bool:
-        visited_places.append(place)
-        return place not in failing_places.split()
+    def run_task(location: str, _task: PlayTask | Loop) -> bool:
+        visited_locations.append(location)
+        return location not in failing_locations.split()
 
     assert carry_out([node, TASK], run_task)
-    assert visited_places == places.split()
+    assert visited_locations == locations.split()
 
 
 def count_tasks(nodes: list[Node]) -> int:

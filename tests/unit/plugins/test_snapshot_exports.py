@@ -59,7 +59,7 @@ def plan_export(path: Path, *, memory: str = "full") -> tuple[Action, ...]:
     ],
     ids=["full", "incremental", "none", "memory is missing in the file", "the file was cut off"],
 )
-def test_a_file_counts_as_exported_only_if_it_has_all_that_a_run_writes(
+def test_a_file_counts_as_exported_only_if_a_run_would_write_the_same(
     path: Path, contents: bytes, memory: str, verbs: list[str]
 ) -> None:
     write_file(path, contents)
@@ -67,7 +67,7 @@ def test_a_file_counts_as_exported_only_if_it_has_all_that_a_run_writes(
 
 
 @pytest.mark.parametrize("mode", [0o644, 0o640, 0o602, 0o700])
-def test_a_file_with_guest_memory_that_others_can_read_becomes_private(path: Path, mode: int) -> None:
+def test_a_readable_file_with_guest_memory_becomes_private(path: Path, mode: int) -> None:
     write_file(path, FILE, mode)
     (action,) = plan_export(path)
     assert (action.verb, action.changes[0].before["file_mode"]) == ("protect", f"{mode:04o}")

@@ -69,7 +69,7 @@ def test_a_plan_applies_retention_rules(gateway: MemoryGateway, has_approved_pla
         make_capture("second"),
         fork,  # This changes nothing, because a snapshot in use is kept.
         ("sandbox", {"name": ["user"], "state": "absent"}),
-        fork,  # This fails, because the snapshot was removed with its last user.
+        fork,  # This fails, because the snapshot was removed once it was unused.
         make_capture("third", "fourth"),
         ("snapshot_info", {}),
     ]
@@ -153,7 +153,7 @@ class SlowBuildHost(BusyHost):
 
 @with_and_without_plan
 @pytest.mark.parametrize("is_replacement", [False, True])
-def test_a_plan_contains_the_templates_that_others_are_building(
+def test_a_plan_contains_templates_that_another_client_is_building(
     tmp_path: Path, is_replacement: bool, has_approved_plan: bool
 ) -> None:
     host, checks = SlowBuildHost(), PlayChecks()
@@ -249,7 +249,7 @@ UPDATE_Y: PlayTask = ("sandbox", {"name": ["y-1"], "metadata": {"k": "2"}})
 def test_a_run_does_not_try_what_the_plan_predicts_to_fail(
     tmp_path: Path, capacity: int, play: list[PlayTask], outcomes: dict[str, int], change_counts: list[int]
 ) -> None:
-    """Others free memory between the check run and the run."""
+    """Other programs free memory between the check-mode run and the run."""
     host, checks = FullHost(), PlayChecks()
     host.capacity = capacity
     gateway = MemoryGateway(tmp_path, host, log={"level": "error"}, limits={"free_memory_mb": 64})

@@ -104,7 +104,7 @@ def test_a_list_with_a_snapshot_in_use_is_not_destroyed(install_fake_zfs: Instal
     assert not any(command.startswith("destroy") for command in list_commands())
 
 
-def test_a_snapshot_that_is_held_in_the_meantime_is_named_and_ends_the_removal(
+def test_a_snapshot_held_in_the_meantime_is_named_and_stops_the_removal(
     install_fake_zfs: InstallFakeZfs,
 ) -> None:
     list_commands = install_fake_zfs(_HOLDS_SCRIPT)
@@ -124,7 +124,9 @@ def test_missing_snapshots_are_skipped_and_a_missing_pool_is_reported(install_fa
     ]
 
 
-def test_if_a_deferred_removal_of_a_list_fails_each_snapshot_is_removed_alone(install_fake_zfs: InstallFakeZfs) -> None:
+def test_snapshots_are_removed_one_by_one_if_their_joint_deferred_removal_fails(
+    install_fake_zfs: InstallFakeZfs,
+) -> None:
     list_commands = install_fake_zfs(_HOLDS_SCRIPT)
     assert _destroy_snapshots(["tank/c@1", "tank/c@2"], defer=True) == []
     assert list_commands() == ["destroy -d tank/c@1,2", "destroy -d tank/c@1", "destroy -d tank/c@2"]
@@ -146,7 +148,7 @@ printf '{"return": "%s"}' "$*"
 """
 
 
-def test_parameters_of_a_channel_program_are_not_options_of_the_command(install_fake_zfs: InstallFakeZfs) -> None:
+def test_channel_program_parameters_are_not_parsed_as_options(install_fake_zfs: InstallFakeZfs) -> None:
     install_fake_zfs(_GETOPT_SCRIPT)
     params = ["-n", "-t", "1", "--help", "", "x"]
     assert zfs_core.lzc_channel_program("tank", "return 1", params=params) == "-n -t 1 --help  x"
@@ -172,7 +174,7 @@ def test_a_name_that_the_command_would_misinterpret_is_refused(install_fake_zfs:
     assert list_commands() == []
 
 
-def test_an_unquoted_name_in_an_error_does_not_affect_the_type_of_the_exception(
+def test_an_unquoted_name_does_not_affect_the_exception_type(
     install_fake_zfs: InstallFakeZfs,
 ) -> None:
     install_fake_zfs('echo "cannot destroy snapshot tank/dev/zfs@out of space: dataset is busy" >&2; exit 1')

@@ -158,7 +158,7 @@ def test_a_header_that_is_read_first_is_passed_on_with_the_rest() -> None:
 
 
 @pytest.mark.parametrize("is_full", [False, True])
-def test_nothing_remains_of_a_stream_that_stalls(is_full: bool) -> None:
+def test_a_stalled_stream_leaves_nothing_behind(is_full: bool) -> None:
     """Either the source sends nothing more, or the command reads nothing and cannot be killed."""
     header = bytes(4 << 20) if is_full else bytes(312)
     fds_before = _list_fds()
@@ -225,7 +225,7 @@ def test_words_and_indexes_of_properties_match() -> None:
         ("dataset does not exist; stack traceback:; x", exceptions.ZCPRuntimeError),
     ],
 )
-def test_failures_of_channel_programs_have_the_types_of_libzfs_core(text: str, error_class: type[Exception]) -> None:
+def test_channel_program_failures_have_libzfs_core_types(text: str, error_class: type[Exception]) -> None:
     outcome = Outcome("", f"Channel program execution failed:; {text}", Cause.OTHER)
     error = pools._make_program_error(outcome, "tank")
     assert type(error) is error_class

@@ -28,7 +28,7 @@ def test_unexplained_failures_and_unnecessary_explanations_are_reported() -> Non
     assert [problem.partition(":")[0] for problem in problems] == ["test_b", "test_d", "test_e", "test_h"]
 
 
-def test_an_explanation_of_a_test_that_no_longer_exists_is_reported() -> None:
+def test_an_explanation_for_a_missing_test_is_reported() -> None:
     (hanging_test, *_), explanations = HANGING_TESTS, {"test_gone": "reason", "test_not_run": "reason"}
     tests = ["test_not_run", *(name for name in HANGING_TESTS if name != hanging_test)]
     problems = conformance.find_problems({}, explanations, tests, may_lack_functions=False)

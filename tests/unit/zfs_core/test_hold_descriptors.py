@@ -109,7 +109,7 @@ def test_a_descriptor_that_cannot_be_locked_is_refused_first(command_log: Path, 
     assert command_log.read_text() == ""
 
 
-def test_a_release_that_hangs_delays_each_caller_once_and_the_other_holds_are_released(
+def test_a_hung_release_delays_each_caller_once_but_no_other_release(
     command_log: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     program = command_log.with_name("zfs")

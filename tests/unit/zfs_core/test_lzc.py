@@ -113,13 +113,13 @@ def list_commands(tmp_path: Path) -> Callable[[], list[str]]:
         ("snapshot tank/a@x dozer/a@x --assume tank/a@one", "--assume is for predictions"),
         ("snapshot tank/a@x tank/a@y", "pass only one snapshot of 'tank/a'"),
         ("clone tank/a@one dozer/x", "clone within one pool"),
-        ("rename tank/a tank/a", "is the old name"),
+        ("rename tank/a tank/a", "is the current name"),
         ("bookmark tank/a@one tank/b#one", "use tank/a#BOOKMARK"),
         ("bookmark tank/a@one tank/a@two", "use FILESYSTEM#BOOKMARK"),
         ("send --resume-token 1-2-3 -- cat", "is not a resume token"),
         ("destroy tank/a tank/a@one", "with separate commands"),
         ("destroy tank/a --defer", "only for snapshots"),
-        ("destroy tank", "use zpool destroy"),
+        ("destroy tank", "Use zpool destroy"),
         ("snapshot tank/a@x -- cat", "takes no command after --"),
         ("send tank/a@one --", "the command after -- is missing"),
         ("send tank/a@one --file x -- cat", "either --file or a command"),
@@ -189,15 +189,15 @@ def test_check_mode_predicts_and_changes_nothing(
         ("create tank/a --if-absent --volume 1G", 4, "is a filesystem, not a volume"),
         ("clone tank/a@one tank/clone", 4, "pass --if-absent"),
         ("rename tank/a tank/b", 4, "choose another name"),
-        ("hold keep tank/a@one", 4, "already has the hold 'keep'"),
+        ("hold keep tank/a@one", 4, "hold 'keep' already exists"),
         ("receive tank/a@one", 4, "pass --if-absent"),
-        ("snapshot tank/gone@x", 3, "'tank/gone' does not exist"),
+        ("snapshot tank/gone@x", 3, "not found: 'tank/gone'"),
         ("create tank/x/y", 3, "create it with lzc create --parents"),
         ("create dozer/x --parents", 3, "the pool 'dozer' does not exist"),
         ("destroy tank/gone", 3, "pass --if-present"),
-        ("release other tank/a@one", 3, "does not have the hold 'other'"),
-        ("exists tank/a tank/gone --require", 3, "'tank/gone' does not exist"),
-        ("send tank/gone@x -- cat", 3, "does not exist"),
+        ("release other tank/a@one", 3, "hold 'other' not found"),
+        ("exists tank/a tank/gone --require", 3, "not found: 'tank/gone'"),
+        ("send tank/gone@x -- cat", 3, "not found"),
         ("receive tank/x/y@a", 3, "the parent of 'tank/x/y' does not exist"),
     ],
 )
@@ -243,7 +243,7 @@ def test_the_failure_of_a_receiver_is_reported(run_lzc: Run) -> None:
     status, result = run_lzc("send", "tank/a@one", "--", "sh", "-c", f"echo '{error}'; exit 7")
     assert (status, result["error"]["message"]) == (7, "the receiver failed: does not fit")
     status, result = run_lzc("send", "tank/a@one", "--", "sh", "-c", "cat >/dev/null; echo no route >&2; exit 255")
-    assert (status, result["error"]["message"]) == (1, "'sh' ended with exit code 255: no route")
+    assert (status, result["error"]["message"]) == (1, "'sh' exited with code 255: no route")
     assert not result["changed"]
 
 

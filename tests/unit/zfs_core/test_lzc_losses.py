@@ -448,7 +448,7 @@ def test_a_failure_between_two_snapshots_reports_the_one_that_was_destroyed(zfs:
     assert list_changes(result) == [("destroy", "tank/a@1")]
 
 
-def test_a_filesystem_that_was_created_by_a_command_that_then_hung_is_reported(zfs: FakeZfs, run_lzc: Run) -> None:
+def test_a_filesystem_created_by_a_hung_command_is_reported(zfs: FakeZfs, run_lzc: Run) -> None:
     def create_and_hang() -> None:
         zfs.add("tank/a")
         raise ZFSGenericError(errno.ETIMEDOUT, "tank/a", "`zfs create` did not finish within 60 s")
@@ -519,7 +519,7 @@ def test_all_names_are_checked_before_one_is_destroyed(zfs: FakeZfs, run_lzc: Ru
     assert zfs.list_changing_commands() == []
 
 
-def test_holds_of_snapshots_that_are_gone_with_their_filesystem_are_released(zfs: FakeZfs, run_lzc: Run) -> None:
+def test_holds_on_snapshots_gone_with_their_filesystem_are_released(zfs: FakeZfs, run_lzc: Run) -> None:
     status, result = run_lzc("release", "--if-present", "--recursive", "keep", "tank/gone@x")
     assert (status, result["changed"], result["unchanged"]) == (0, False, ["tank/gone@x"]), result
     assert run_lzc("release", "--recursive", "keep", "tank/gone@x")[0] == 3
@@ -528,7 +528,7 @@ def test_holds_of_snapshots_that_are_gone_with_their_filesystem_are_released(zfs
 # -- properties -------------------------------------------------------------------------------------------------------
 
 
-def test_a_value_that_zfs_stores_in_another_form_changes_once(zfs: FakeZfs, run_lzc: Run) -> None:
+def test_a_value_that_zfs_stores_in_a_different_form_changes_once(zfs: FakeZfs, run_lzc: Run) -> None:
     zfs.add("tank/v", **{"refreservation": "0", "refreservation source": "default"})
     stored_properties = {"refreservation": "1082130432", "refreservation source": "local"}
     zfs.hooks_by_command["set refreservation=auto tank/v"] = lambda: zfs.objects["tank/v"].update(stored_properties)

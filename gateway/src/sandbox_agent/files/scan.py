@@ -48,7 +48,7 @@ class TreeWatch:
         self._entries = {}
 
     def read(self) -> Iterator[tuple[str, str]]:
-        """Yield the changes since the previous scan if the next scan is due."""
+        """If the next scan is due, scan the directory and yield the changes since the previous scan."""
         if self.seconds_until_due():
             return
         try:
@@ -78,7 +78,7 @@ class TreeWatch:
             except (FileNotFoundError, NotADirectoryError):
                 continue
             except OSError:
-                # The directory cannot be read now, but its entries may still exist.
+                # The directory is unreadable now, but its entries may still exist.
                 prefix = f"{directory}/" if directory else ""
                 entries.update({name: entry for name, entry in self._entries.items() if name.startswith(prefix)})
         now = time.monotonic()
@@ -105,7 +105,7 @@ def _compare(before: Entries, after: Entries) -> Iterator[tuple[str, str]]:
     """Yield the changes between two scans as (type, name)."""
     removed_names = sorted((name for name in before if name not in after), reverse=True)
     added_names = sorted(name for name in after if name not in before)
-    # A new file can reuse the inode number of a deleted one, but has another modification time.
+    # A new file can reuse the inode number of a deleted file, but its modification time differs.
     names_by_key = {(*_get_identity(after[name]), after[name].st_mtime_ns): name for name in added_names}
     keys_by_name = {name: (*_get_identity(before[name]), before[name].st_mtime_ns) for name in removed_names}
     destinations_by_name = {name: names_by_key[key] for name, key in keys_by_name.items() if key in names_by_key}

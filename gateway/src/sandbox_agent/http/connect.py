@@ -1,6 +1,6 @@
 """The Connect protocol with the JSON codec: https://connectrpc.com/docs/protocol
 
-The request and the response of a unary call are JSON objects. Those of a streaming call are sequences of frames. A
+In a unary call, the request and the response are JSON objects. In a streaming call, they are sequences of frames. A
 frame consists of a byte of flags, a big-endian 32-bit length, and JSON. The last frame of a response has flag 2 and
 contains the error, if any.
 """

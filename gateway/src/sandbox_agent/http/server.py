@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 IDLE_TIMEOUT_SECONDS = 75.0
 """How long a connection may be silent between requests, within a body, or while its buffers are full."""
 MAX_CONNECTIONS = 512
-"""Maximum number of connections from other machines, and also of those from this machine.
+"""Maximum number of connections from other machines. Connections from this machine have a separate limit of this size.
 
 The limits are separate so that programs in the sandbox cannot lock the gateway out.
 """
@@ -62,7 +62,7 @@ class _Slots:
         self._free_slots.release()
 
     def _drop_oldest_unauthorized(self) -> bool:
-        """End a connection, so that its thread releases the slot. Returns whether there was one."""
+        """Shut down a connection, so that its thread releases the slot. Returns whether there was one."""
         with self._lock:
             sock = next(iter(self._unauthorized_sockets), None)
             if sock is None:

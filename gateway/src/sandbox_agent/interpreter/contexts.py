@@ -11,7 +11,7 @@ from sandbox_agent.failure import Failure, invalid_argument
 from sandbox_agent.http.wire import ConnectionLost
 from sandbox_agent.interpreter.answers import CellResponse
 from sandbox_agent.interpreter.idle import IdleReader
-from sandbox_agent.interpreter.kernel_process import Kernel, KernelEnded
+from sandbox_agent.interpreter.kernel_process import Kernel, KernelExited
 from sandbox_agent.interpreter.languages import LANGUAGES, Cell
 from sandbox_agent.machine import users
 
@@ -55,7 +55,7 @@ class Contexts:
         return self._add(os.urandom(16).hex(), language, directory)
 
     def find(self, context_id: str, language: str = "") -> Context:
-        """Return the context with the id ``context_id``; if that is "", the default context of ``language``."""
+        """Return the context with the given id. If the id is "", return the default context of ``language``."""
         language = _check_language(language) if language else ""
         context_id = context_id or DEFAULT_CONTEXT_IDS[language or "python"]
         with self._lock:
@@ -76,7 +76,7 @@ class Contexts:
             context = self._contexts.pop(context_id, None)
         if context is None:
             raise _make_not_found_error(context_id)
-        context.end()
+        context.close()
 
     def _add(self, context_id: str, language: str, cwd: str) -> Context:
         with self._lock:
@@ -109,7 +109,7 @@ class Context:
         self._queue = Queue()
         self._lock = threading.Lock()
         self._kernel: Kernel | None = None
-        self._has_ended = False
+        self._is_closed = False
 
     def describe(self) -> dict[str, str]:
         return {"id": self.id, "language": self.language, "cwd": self.cwd}
@@ -127,7 +127,7 @@ class Context:
             response.begin_cell(kernel.count)
             try:
                 kernel.run(cell, response, seconds)
-            except KernelEnded as error:
+            except KernelExited as error:
                 self._forget_kernel(kernel)
                 response.handle_error(error.name, error.value)
             try:
@@ -146,9 +146,9 @@ class Context:
         """Stop the kernel and its running cell. The next cell starts a new kernel."""
         self._terminate_kernel("the context was restarted")
 
-    def end(self) -> None:
+    def close(self) -> None:
         with self._lock:
-            self._has_ended = True
+            self._is_closed = True
         self._terminate_kernel("the context was removed")
 
     def _terminate_kernel(self, reason: str) -> None:
@@ -165,7 +165,7 @@ class Context:
     def _ensure_kernel(self) -> Kernel:
         """Return the running kernel. Start one if there is none."""
         with self._lock:
-            if self._has_ended:
+            if self._is_closed:
                 raise _make_not_found_error(self.id)
             if self._kernel is not None and not self._kernel.is_closed:
                 return self._kernel
@@ -175,7 +175,7 @@ class Context:
         if startup_cell:
             self._run_quietly(kernel, startup_cell)
         with self._lock:
-            if self._has_ended:
+            if self._is_closed:
                 kernel.terminate("the context was removed")
                 raise _make_not_found_error(self.id)
             self._kernel = kernel
@@ -184,7 +184,7 @@ class Context:
     def _run_quietly(self, kernel: Kernel, cell: Cell) -> None:
         try:
             kernel.run(cell, CellResponse(), _STARTUP_TIMEOUT_SECONDS)
-        except KernelEnded as error:
+        except KernelExited as error:
             self._forget_kernel(kernel)
             raise Failure("unavailable", f"the {self.language} kernel did not start: {error.value}") from None
         self._idle_reader.watch(kernel)

@@ -23,7 +23,7 @@ class IdleReader:
         self._wake_fd = -1
 
     def watch(self, kernel: Kernel) -> None:
-        """Discard the output of ``kernel`` until its next cell. Does nothing if the kernel has ended."""
+        """Discard the output of ``kernel`` until its next cell. Does nothing if the kernel has exited."""
         if kernel.is_closed:
             return
         with self._lock:

@@ -11,7 +11,7 @@ A frame from the kernel consists of a letter, a 32-bit length and the contents:
 
     E   an event of the response
     S   an event in the middle of a cell; the kernel waits for the empty frame, to keep prints and results in order
-    D   the cell has ended; the contents are its count
+    D   the cell has finished; the contents are its count
 
 Printed text goes to standard output and standard error, as with any program.
 

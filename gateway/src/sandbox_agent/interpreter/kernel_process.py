@@ -35,8 +35,8 @@ _HEAD_DELAY_SECONDS = 0.5
 KERNEL_DIED = "KernelDied"
 
 
-class KernelEnded(Exception):
-    """The kernel has ended. ``name`` and ``value``: the name and the value of the error to report."""
+class KernelExited(Exception):
+    """The kernel has exited. ``name`` and ``value``: the name and the value of the error to report."""
 
     def __init__(self, name: str, value: str) -> None:
         super().__init__(value)
@@ -64,7 +64,7 @@ class Kernel:
             self._process = _spawn(language, user, env, cwd, kernel_end.fileno(), pipes[0][1], pipes[1][1])
             self._exit_fd = child.open_exit_descriptor(self._process.pid)
         except BaseException:
-            agent_end.close()  # this ends a kernel that has already started
+            agent_end.close()  # a kernel that has already started exits
             for reader, _ in pipes:
                 os.close(reader)
             raise
@@ -100,13 +100,13 @@ class Kernel:
     # -- a cell ------------------------------------------------------------------------------------------------------
 
     def run(self, cell: Cell, response: CellResponse, seconds: float | None) -> None:
-        """Run a cell until it ends. If the kernel ends, forward its last output, then raise KernelEnded.
+        """Run a cell until it finishes. If the kernel exits, forward its last output, then raise KernelExited.
 
         Interrupts the code if the client hangs up or after ``seconds``, and kills the kernel if the code does not stop.
         """
         with self._lock:
             if self._termination_reason:
-                raise KernelEnded(KERNEL_DIED, self._termination_reason)
+                raise KernelExited(KERNEL_DIED, self._termination_reason)
             self._is_busy = True
         has_completed = False
         try:
@@ -135,8 +135,8 @@ class Kernel:
     def interrupt(self) -> None:
         child.signal_group(self._process, signal.SIGINT)
 
-    def describe_end(self) -> str:
-        """Wait until the process ends, kill it if necessary, and return a description of how it ended."""
+    def describe_exit(self) -> str:
+        """Wait until the process exits, kill it if necessary, and return a description of how it exited."""
         _is_readable(self._exit_fd, _EXIT_WAIT_MS)
         with self._lock:
             self._kill()
@@ -145,9 +145,7 @@ class Kernel:
             exit_code = self._process.wait()
         if self._termination_reason:
             return self._termination_reason
-        outcome = (
-            f"ended with exit code {exit_code}" if exit_code >= 0 else f"was killed by {_get_signal_name(-exit_code)}"
-        )
+        outcome = f"exited with code {exit_code}" if exit_code >= 0 else f"was killed by {_get_signal_name(-exit_code)}"
         return (
             f"the {self._language.name} kernel {outcome}: its variables are lost, and the next execution starts "
             "a new kernel"
@@ -158,7 +156,7 @@ class Kernel:
             child.kill_group(self._process)
 
     def _close(self) -> None:
-        """Close all descriptors. The caller must hold ``_lock``, and the process must have ended or been killed."""
+        """Close all descriptors. The caller must hold ``_lock``, and the process must have exited or been killed."""
         if self._closed:
             return
         self._closed = True
@@ -239,9 +237,9 @@ class _CellRun:
         if self._kill_at is not None and now >= self._kill_at:
             self._kill_at = None
             problem = (
-                f"the code ran longer than {self._seconds:g} s and did not end"
+                f"the code ran longer than {self._seconds:g} s and did not stop"
                 if self._is_overdue
-                else "the code did not end"
+                else "the code did not stop"
             )
             self._kernel.terminate(
                 f"{problem} when it was interrupted, so its kernel was killed and its variables are lost"
@@ -360,18 +358,18 @@ class _CellRun:
         return f"the code ran longer than {self._seconds:g} s"
 
     def _read_last_output(self) -> None:
-        """Read the rest of the output after the kernel has ended or closed its channel.
+        """Read the rest of the output after the kernel has exited or closed its channel.
 
-        Raises KernelEnded unless the cell has ended.
+        Raises KernelExited unless the cell has finished.
         """
-        description = self._kernel.describe_end()
+        description = self._kernel.describe_exit()
         for fd in list(self._open_outputs):
             self._forward_output(fd, until_empty=True)
         while self._status is None and _is_readable(self._channel_fd, 0):
             if self._read_channel(select.POLLIN):
                 break
         if self._status is None:
-            raise KernelEnded("TimeoutError" if self._is_overdue else KERNEL_DIED, description)
+            raise KernelExited("TimeoutError" if self._is_overdue else KERNEL_DIED, description)
 
     # -- to the kernel and the client --------------------------------------------------------------------------------
 
@@ -382,7 +380,7 @@ class _CellRun:
         except BlockingIOError:
             pass
         except OSError:
-            self._unsent_data = memoryview(b"")  # the kernel has ended; the poll reports that
+            self._unsent_data = memoryview(b"")  # the kernel has exited; the poll reports that
         self._poll.modify(self._channel, select.POLLIN | (select.POLLOUT if self._unsent_data else 0))
 
     def _flush_response(self, limit: int = 0) -> None:

@@ -73,8 +73,7 @@ class Language:
     def parse(self, data: bytes) -> Iterator[tuple[str, bytes]]:
         """Parse received bytes. Yields (kind, contents).
 
-        The contents of ``event`` and ``sync`` are a line, and those of ``done`` are a status. ``begun`` and ``broken``
-        have none.
+        ``event`` and ``sync`` contain a line, and ``done`` contains a status. ``begun`` and ``broken`` are empty.
         """
         raise NotImplementedError
 
@@ -138,7 +137,7 @@ class Python(Language):
 
 
 class Shell(Language):
-    """An interactive bash, or sh if there is no bash. An interrupt ends only the running command.
+    """An interactive bash, or sh if there is no bash. An interrupt stops only the running command.
 
     The channel is the standard input of the shell; commands read from /dev/null instead. Each cell is followed by
     commands that report its status.

@@ -30,7 +30,7 @@ class Interpreter:
         Events: ``number_of_executions {execution_count}``; ``stdout`` and ``stderr`` ``{text, timestamp}``, in
         nanoseconds since the epoch; ``result {text, html, …, extra: {MIME type: contents}, is_main_result}``, with
         binary contents in base64; ``error {name, value, traceback}``. ``env_vars`` apply only to this execution. After
-        ``timeout`` seconds (default: no limit), or if the client hangs up, the code is interrupted. If it does not end
+        ``timeout`` seconds (default: no limit), or if the client hangs up, the code is interrupted. If it does not stop
         within three seconds, its kernel is killed.
         """
         message = request.json()
@@ -69,7 +69,7 @@ class Interpreter:
         reply.send(204)
 
     def restart(self, request: Request, reply: Reply) -> None:
-        """Restart a context, and return its ``{id, language, cwd}``. A running cell ends with an error."""
+        """Restart a context, and return its ``{id, language, cwd}``. A running cell fails with an error."""
         context = self._find_context(request)
         context.restart()
         reply.json(context.describe())

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from typing import Any
 
     from sandbox_agent.http.wire import Reply, Request
-    from sandbox_agent.machine.line import SerialLine
+    from sandbox_agent.machine.line import SerialPort
 
 RUN_DIRECTORY = "/run/sandbox"
 IDENTITY_FILE_NAMES = ("hostname", "machine-id", "resolv.conf")
@@ -92,7 +92,7 @@ class Identity:
     def guard(self, request: Request) -> None:
         """Raise Failure if an access token is set and the request does not carry it.
 
-        First waits until any change of the identity is complete.
+        First waits until any change to the identity is complete.
         """
         with self._lock:
             pass
@@ -184,8 +184,8 @@ class Identity:
             }
         )
 
-    def serve_line(self, line: SerialLine) -> None:
-        """Serve the serial line forever: answer each probe of the host, then apply the identity that the host sends.
+    def serve_serial_port(self, line: SerialPort) -> None:
+        """Serve the serial port forever: answer each probe of the host, then apply the identity that the host sends.
 
         After the answer, HTTP requests wait until the identity is set. The host sends only valid identities.
         """

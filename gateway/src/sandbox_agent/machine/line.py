@@ -1,6 +1,6 @@
-"""The serial line to the host.
+"""The serial port to the host.
 
-After a fork, the host sends the identity over this line. This takes a fraction of the time of a fork's first TCP
+After a fork, the host sends the identity through this port. This takes a fraction of the time of a fork's first TCP
 connection and HTTP request, which are slow, especially on an emulated processor.
 
     host     ? and 16 bytes      a probe: is the agent running?
@@ -27,7 +27,7 @@ _OPEN_TIMEOUT_SECONDS = 120.0
 _RETRY_INTERVAL_SECONDS = 0.5
 
 
-class SerialLine:
+class SerialPort:
     """The serial port. The first ``read`` waits until the kernel has detected the port, then opens it."""
 
     def __init__(self, path: str) -> None:
@@ -37,7 +37,7 @@ class SerialLine:
     def read(self, seconds: float | None = None) -> bytes:
         """Return the next frame; b"" if none arrives within ``seconds`` or the host hangs up.
 
-        Ends the calling thread if the machine has no serial port.
+        Exits the calling thread if the machine has no serial port.
         """
         if self._fd < 0:
             self._fd = _open_when_present(self._path)
@@ -55,7 +55,7 @@ class SerialLine:
         try:
             os.write(self._fd, frame)
         except OSError as error:
-            print(f"sandbox-agent: the serial line to the host cannot be used: {error}", file=sys.stderr)
+            print(f"sandbox-agent: cannot use the serial port to the host: {error}", file=sys.stderr)
 
 
 def _open_when_present(path: str) -> int:
@@ -67,7 +67,7 @@ def _open_when_present(path: str) -> int:
             if time.monotonic() > deadline:
                 sys.exit()
         except OSError as error:
-            print(f"sandbox-agent: the serial line to the host cannot be used: {error}", file=sys.stderr)
+            print(f"sandbox-agent: cannot use the serial port to the host: {error}", file=sys.stderr)
             sys.exit()
         time.sleep(_RETRY_INTERVAL_SECONDS)
 

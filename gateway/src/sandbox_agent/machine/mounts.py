@@ -1,4 +1,4 @@
-"""Mount network volumes inside the machine. Every wait has a time limit, because the server may be down or hang.
+"""Mount network volumes inside the machine. Every wait has a time limit, because the server may not respond.
 
 The list of mounts is saved in /run, which lasts as long as the mounts and is copied to forks. The kernel's mount table
 shows which of these mounts still exist.
@@ -160,7 +160,7 @@ def _unmount(mount: Mount) -> None:
         result: int = _libc.syncfs(fd)
         return result
 
-    # Force only if the server hangs, because forcing discards pending writes.
+    # Force only if the server is not responding, because forcing discards pending writes.
     force_flag = _MNT_FORCE if _run_with_timeout(flush, FLUSH_TIMEOUT_SECONDS) == errno.ETIMEDOUT else 0
     for _ in range(_MAX_STACKED_MOUNTS):
         if not _is_mounted(mount):

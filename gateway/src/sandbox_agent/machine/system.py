@@ -35,7 +35,7 @@ def bind_mount(source: str, target: str) -> None:
 def sync_file_system(path: str) -> None:
     """Sync the file system that contains ``path``.
 
-    On Linux, other file systems are not synced, because sync(2) would wait for a network volume that hangs.
+    On Linux, other file systems are not synced, because sync(2) would wait for a network volume that is not responding.
     """
     if not IS_LINUX:
         os.sync()

@@ -56,7 +56,7 @@ class User:
 
 
 def require_encodable(*texts: str) -> None:
-    """Raise Failure if one of ``texts`` cannot be encoded for the file system.
+    """Raise Failure if any of ``texts`` cannot be encoded for the file system.
 
     ``\\udc80`` to ``\\udcff`` are allowed: each represents a single byte.
     """
@@ -68,7 +68,7 @@ def require_encodable(*texts: str) -> None:
 
 
 def find_user(name: str) -> User:
-    """Return the user called ``name``; if that is "", the user that the agent runs as, normally root."""
+    """Return the user called ``name``. If ``name`` is "", return the user that the agent runs as, normally root."""
     try:
         if name:
             return User(pwd.getpwnam(name))
@@ -78,11 +78,12 @@ def find_user(name: str) -> User:
 
 
 def find_request_user(request: Request) -> User:
-    """Return the user named by ``Authorization: Basic base64("user:")``."""
-    return find_user(_parse_basic(request.headers.get("authorization", "")))
+    """Return the user that the Authorization header names, or the default user if it names none."""
+    return find_user(_parse_user_name(request.headers.get("authorization", "")))
 
 
-def _parse_basic(header: str) -> str:
+def _parse_user_name(header: str) -> str:
+    """Return the user name in ``Basic base64("NAME:")``, or "" for any other scheme. Raises Failure."""
     scheme, _, value = header.partition(" ")
     if scheme.lower() != "basic":
         return ""
@@ -90,7 +91,7 @@ def _parse_basic(header: str) -> str:
         return binascii.a2b_base64(value).decode().partition(":")[0]
     except ValueError:
         raise Failure(
-            "unauthenticated", "the Authorization header is not valid: it must be Basic base64(user:)"
+            "unauthenticated", 'invalid Authorization header: send "Basic " and the base64 encoding of "USER:"'
         ) from None
 
 

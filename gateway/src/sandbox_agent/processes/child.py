@@ -125,7 +125,7 @@ def resize_terminal(fd: int, cols: int, rows: int) -> None:
 
 
 def open_exit_descriptor(pid: int) -> int:
-    """Return a descriptor that becomes readable when the process ends. The caller must still wait for the process."""
+    """Return a descriptor that becomes readable when the process exits. The caller must still wait for the process."""
     if hasattr(os, "pidfd_open"):
         try:
             return os.pidfd_open(pid)
@@ -175,7 +175,7 @@ def read_some(fd: int) -> bytes | None:
 def drain(fds: list[int]) -> None:
     """Read each descriptor to its end, discard the data, and close the descriptor.
 
-    Children of a process that has ended may still write to its output. Without a reader, SIGPIPE would kill them.
+    Children of a process that has exited may still write to its output. Without a reader, SIGPIPE would kill them.
     """
     poll = select.poll()
     for fd in fds:

@@ -34,7 +34,7 @@ class ExecHandler:
 
         ``{args, env?, cwd?, user?, timeout?, stdin?}`` → ``{exitCode, stdout, stderr, timedOut, truncated}``.
         ``timeout`` is in seconds (default 60); ``stdin``, ``stdout`` and ``stderr`` are in base64. ``exitCode`` is
-        ``128 + n`` if signal n ended the process, 127 if the command does not exist, and 126 if it cannot be run. In
+        ``128 + n`` if signal n killed the process, 127 if the command does not exist, and 126 if it cannot be run. In
         the last two cases, stderr contains the reason.
         """
         message = request.json()
@@ -94,7 +94,7 @@ class CommandRun:
         return exit_code if exit_code >= 0 else 128 - exit_code
 
     def _run_command(self, process: subprocess.Popen[bytes], stream_by_fd: dict[int, int], exit_fd: int) -> None:
-        """Transfer input and output until the process ends, and kill its group at the deadline."""
+        """Transfer input and output until the process exits, and kill its group at the deadline."""
         poll = select.poll()
         poll.register(exit_fd, select.POLLIN)
         for fd in stream_by_fd:

@@ -1,4 +1,4 @@
-"""Processes that keep running after the request that started them has ended, and a table of these processes."""
+"""Processes that can outlive the request that started them, and a table of these processes."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ if TYPE_CHECKING:
     from sandbox_agent.machine.users import User
 
 RETENTION_SECONDS = 60.0
-"""How long clients can connect to a process after it has ended."""
-MAX_ENDED_PROCESSES = 32
+"""How long clients can connect to a process after it has exited."""
+MAX_EXITED_PROCESSES = 32
 INPUT_TIMEOUT_SECONDS = 60.0
 """How long a process may take to read its input."""
 _MAX_LEFTOVER_BYTES = 1 << 20
@@ -30,7 +30,7 @@ _TURN_MS = 200
 
 
 class Process:
-    """A process that is running or has ended.
+    """A process that is running or has exited.
 
     ``config``: the command in the client's request; ``is_overdue``: whether the process was killed at its deadline.
     """
@@ -56,7 +56,7 @@ class Process:
         self.tag = tag
         self.config = config
         self.output = Output()
-        self.ended_at = 0.0
+        self.exited_at = 0.0
         self.is_overdue = False
         self._deadline = deadline
         self._has_terminal = size is not None
@@ -109,7 +109,7 @@ class Process:
             os.set_blocking(self._input, False)
 
     def forward_output(self) -> None:
-        """Forward the output until the process ends, record its exit status, then drain the output of its children."""
+        """Forward the output until the process exits, record its exit status, then drain the output of its children."""
         exit_fd = child.open_exit_descriptor(self.pid)
         poll = select.poll()
         poll.register(exit_fd, select.POLLIN)
@@ -142,7 +142,7 @@ class Process:
             os.close(fd)
 
     def _collect_rest(self) -> None:
-        """Read the rest of the output after the process has ended, then its exit status."""
+        """Read the rest of the output after the process has exited, then its exit status."""
         for fd, kind in self._outputs.items():
             read_byte_count = 0
             while read_byte_count < _MAX_LEFTOVER_BYTES:
@@ -153,7 +153,7 @@ class Process:
                 read_byte_count += len(data)
         with self._state_lock:
             exit_code = self._child.wait()
-            self.ended_at = time.monotonic()
+            self.exited_at = time.monotonic()
         self.output.end(make_end_event(exit_code))
 
     def _compute_remaining_seconds(self) -> float | None:
@@ -166,10 +166,10 @@ class Process:
             child.kill_group(self._child)
 
     def signal(self, number: int) -> None:
-        """Signal the process group. Raises Failure if the process has ended."""
+        """Signal the process group. Raises Failure if the process has exited."""
         with self._state_lock:
-            if self.ended_at:
-                raise Failure("not_found", f"process {self.pid} not found: it has already ended")
+            if self.exited_at:
+                raise Failure("not_found", f"process {self.pid} not found: it has already exited")
             child.signal_group(self._child, number)
 
     def resize(self, cols: int, rows: int) -> None:
@@ -236,7 +236,7 @@ class Process:
 
 
 class ProcessTable:
-    """The processes that are running or have ended recently."""
+    """The processes that are running or have exited recently."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -246,40 +246,40 @@ class ProcessTable:
         """Add a process, and start forwarding its output."""
         with self._lock:
             self._processes[process.pid] = process
-            self._forget_ended_processes()
+            self._forget_exited_processes()
         threading.Thread(target=process.forward_output, daemon=True).start()
 
     def list_running(self) -> list[Process]:
         with self._lock:
-            return [process for process in self._processes.values() if not process.ended_at]
+            return [process for process in self._processes.values() if not process.exited_at]
 
-    def find(self, selector: Any, *, include_ended: bool = False) -> Process:
+    def find(self, selector: Any, *, include_exited: bool = False) -> Process:
         """Return the process that ``{"pid": n}`` or ``{"tag": "…"}`` selects.
 
-        ``include_ended``: whether to include processes that have ended.
+        ``include_exited``: whether to include processes that have exited.
         """
         selector = selector if isinstance(selector, dict) else {}
         pid, tag = selector.get("pid"), selector.get("tag")
         with self._lock:
-            self._forget_ended_processes()
+            self._forget_exited_processes()
             matching_processes = [
                 process
                 for process in self._processes.values()
                 if (process.pid == pid if pid else tag and process.tag == tag)
-                and (include_ended or not process.ended_at)
+                and (include_exited or not process.exited_at)
             ]
         if not matching_processes:
             description = f"with pid {pid}" if pid else f"with tag {tag!r}"
             raise Failure("not_found", f"process {description} not found")
-        return min(matching_processes, key=lambda process: bool(process.ended_at))
+        return min(matching_processes, key=lambda process: bool(process.exited_at))
 
-    def _forget_ended_processes(self) -> None:
+    def _forget_exited_processes(self) -> None:
         now = time.monotonic()
-        ended_processes = sorted(
-            (process.ended_at, process.pid) for process in self._processes.values() if process.ended_at
+        exited_processes = sorted(
+            (process.exited_at, process.pid) for process in self._processes.values() if process.exited_at
         )
-        for index, (ended_at, pid) in enumerate(ended_processes):
-            if now - ended_at > RETENTION_SECONDS or len(ended_processes) - index > MAX_ENDED_PROCESSES:
+        for index, (exited_at, pid) in enumerate(exited_processes):
+            if now - exited_at > RETENTION_SECONDS or len(exited_processes) - index > MAX_EXITED_PROCESSES:
                 del self._processes[pid]
 
 

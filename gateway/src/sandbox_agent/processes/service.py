@@ -48,7 +48,7 @@ class ProcessService:
         }
 
     def start(self, request: Request, stream: Stream) -> None:
-        """Start a process, and stream its events until it ends.
+        """Start a process, and stream its events until it exits.
 
         The request is ``{process: {cmd, args, envs, cwd}, pty?: {size}, tag?, stdin?, input?}``. ``input``, which
         envd's API does not have, is the whole standard input in base64; the start event confirms that it is supported.
@@ -88,7 +88,7 @@ class ProcessService:
 
         The request is ``{process: selector}``.
         """
-        process = self._table.find(stream.receive_single().get("process"), include_ended=True)
+        process = self._table.find(stream.receive_single().get("process"), include_exited=True)
         self._follow(process, stream)
 
     def _follow(
@@ -119,7 +119,7 @@ class ProcessService:
                 if is_past_deadline and (end_event is None or process.is_overdue):
                     if frames:
                         stream.send(frames)
-                    raise Failure("deadline_exceeded", "the request's deadline passed before the process ended")
+                    raise Failure("deadline_exceeded", "the request's deadline passed before the process exited")
                 if end_event is not None:
                     stream.end(frames=frames + encode_frame(json.dumps({"event": {"end": end_event}}).encode()))
                     return

@@ -59,12 +59,12 @@ _KINDS: tuple[tuple[tuple[type[ZFSError], ...], Kind, str], ...] = (
     (
         (exceptions.SnapshotIsCloned,),
         Kind.IN_USE,
-        "it has clones: destroy or promote them first, or pass --defer to destroy it with its last clone",
+        "it has clones: destroy or promote them first, or pass --defer to destroy it when its last clone is gone",
     ),
     (
         (exceptions.SnapshotIsHeld,),
         Kind.IN_USE,
-        "it is held: release its holds first, or pass --defer to destroy it with its last hold",
+        "it is held: release its holds first, or pass --defer to destroy it when its last hold is gone",
     ),
     (
         (exceptions.DatasetBusy,),
@@ -109,7 +109,7 @@ _KINDS: tuple[tuple[tuple[type[ZFSError], ...], Kind, str], ...] = (
         Kind.NOT_SUPPORTED,
         "the pool lacks this feature: enable it with zpool upgrade",
     ),
-    ((exceptions.WrongParent,), Kind.INVALID, "its parent cannot have children: choose a name below a filesystem"),
+    ((exceptions.WrongParent,), Kind.INVALID, "its parent cannot have children: choose a name inside a filesystem"),
     (
         (exceptions.EncryptionKeyNotLoaded,),
         Kind.UNAVAILABLE,

@@ -82,7 +82,7 @@ def rename(options: Namespace, report: Report) -> None:
             f"{new_name!r} is not in the pool of {old_name!r}: rename within one pool, or use lzc send and lzc receive",
         )
     if old_name == new_name:
-        raise CommandError(Kind.INVALID, f"{new_name!r} is the old name: pass another one")
+        raise CommandError(Kind.INVALID, f"{new_name!r} is the current name: choose a different name")
     if report.exists(new_name):
         if options.if_present and not report.exists(old_name):
             report.keep(new_name)

@@ -16,12 +16,12 @@ def get_value(name: str, prop: str) -> str:
 
 
 def require_existing(report: Report, *names: str) -> None:
-    """Raise CommandError if one of the names does not exist."""
+    """Raise CommandError if any of the names does not exist."""
     found_names = report.find(names)
     if missing_names := [name for name in names if name not in found_names]:
         raise CommandError(
             Kind.NOT_FOUND,
-            f"{quote(missing_names)} does not exist: run lzc list POOL to see the names",
+            f"not found: {quote(missing_names)}. Run lzc list POOL to see the names",
             missing_names,
         )
 
@@ -29,7 +29,7 @@ def require_existing(report: Report, *names: str) -> None:
 def require_parent(report: Report, name: str) -> None:
     parent = name.rpartition("/")[0]
     if not parent:
-        raise CommandError(Kind.INVALID, f"{name!r} is the name of a pool: use zpool create, or a name below a pool")
+        raise CommandError(Kind.INVALID, f"{name!r} is the name of a pool: use zpool create, or a name inside a pool")
     if not report.exists(parent):
         raise CommandError(
             Kind.NOT_FOUND, f"the parent of {name!r} does not exist: create it with lzc create --parents", [parent]
@@ -37,7 +37,7 @@ def require_parent(report: Report, name: str) -> None:
 
 
 def expand(snapshots: Iterable[str]) -> list[str]:
-    """Return the snapshots, and those with the same short names of all filesystems and volumes below."""
+    """Return the snapshots, and the snapshots with the same short names of all descendant filesystems and volumes."""
     names = list(snapshots)
     filesystems = find_types(map(get_filesystem_name, names))
     result: list[str] = []
@@ -50,6 +50,6 @@ def expand(snapshots: Iterable[str]) -> list[str]:
 
 
 def quote(names: Sequence[str], limit: int = 10) -> str:
-    """Return the names in quotes, separated by commas. More than ``limit`` names are only counted."""
+    """Return the names in quotes, separated by commas. Names after the first ``limit`` are only counted."""
     text = ", ".join(repr(name) for name in names[:limit])
     return text if len(names) <= limit else f"{text} and {len(names) - limit} more"

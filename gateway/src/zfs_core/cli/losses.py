@@ -59,18 +59,19 @@ def find_receive_losses(filesystem: str, header: Mapping[str, Any], options: Nam
 
 
 def require_unused(snapshots: Sequence[str], alternative: str = "") -> None:
-    """Raise CommandError if one of the snapshots is held or has clones.
+    """Raise CommandError if any of the snapshots is held or has clones.
 
     ``alternative`` ends the message, such as "or pass --defer".
     """
     held_names = list_held_snapshots(snapshots)
     if held_names:
-        remedy = f"release its holds first (lzc holds, lzc release){alternative}"
-        raise CommandError(Kind.IN_USE, f"{quote(held_names)} is held: {remedy}", held_names)
+        remedy = f"Release the holds first (lzc holds, lzc release){alternative}"
+        raise CommandError(Kind.IN_USE, f"holds exist on {quote(held_names)}. {remedy}", held_names)
     if clones := list_clones_by_origin(snapshots):
         related = [name for names in clones.values() for name in names]
-        remedy = f"destroy or promote them first{alternative}"
-        raise CommandError(Kind.IN_USE, f"{quote(list(clones))} has the clones {quote(related)}: {remedy}", related)
+        remedy = f"Destroy or promote them first{alternative}"
+        message = f"clones of {quote(list(clones))} exist: {quote(related)}. {remedy}"
+        raise CommandError(Kind.IN_USE, message, related)
 
 
 def list_held_snapshots(snapshots: Sequence[str]) -> list[str]:
@@ -79,7 +80,7 @@ def list_held_snapshots(snapshots: Sequence[str]) -> list[str]:
 
 
 def list_clones_by_origin(snapshots: Sequence[str]) -> dict[str, list[str]]:
-    """Return the clones of these snapshots, by snapshot, without snapshots that have none."""
+    """Return the clones of these snapshots, by snapshot. Omits snapshots without clones."""
     wanted_names, result = set(snapshots), dict[str, list[str]]()
     for pool in dict.fromkeys(map(get_pool_name, snapshots)):
         datasets = list_datasets(pool, types="filesystem,volume")

@@ -29,7 +29,7 @@ def _list_below(root: str, options: Namespace) -> list[str]:
     depth = options.depth
     names = list_datasets(root, types=",".join(dataset_types), depth=depth) if dataset_types else []
     if point_types:
-        # ZFS counts a snapshot as one level below its filesystem.
+        # ZFS counts a snapshot as one level deeper than its filesystem.
         found_names = list_datasets(root, types=",".join(point_types), depth=None if depth is None else depth + 1)
         times = get_props(found_names, ["createtxg"]) if found_names else {}
         names += sorted(found_names, key=lambda name: (times[name]["createtxg"].number, name))

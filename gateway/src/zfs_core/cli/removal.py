@@ -29,7 +29,7 @@ def destroy(options: Namespace, report: Report) -> None:
     if sum(map(bool, (snapshots, bookmarks, filesystems))) > 1:
         raise CommandError(Kind.INVALID, "destroy filesystems, snapshots and bookmarks with separate commands")
     if pools := [name for name in filesystems if name == get_pool_name(name)]:
-        raise CommandError(Kind.INVALID, f"{quote(pools)} is a pool: use zpool destroy, or name datasets below it")
+        raise CommandError(Kind.INVALID, f"cannot destroy pools: {quote(pools)}. Use zpool destroy, or name datasets")
     found_names = report.find(names)
     missing_names = [name for name in names if name not in found_names]
     if snapshots:
@@ -48,7 +48,7 @@ def _destroy_snapshots(names: list[str], missing_names: list[str], options: Name
         expanded_names = [name for name in expand(names) if name not in names]
         found_names = report.find(expanded_names)
         descendant_names = [name for name in expanded_names if name in found_names]
-        # A snapshot may be gone from the filesystem itself but remain below it.
+        # A snapshot may be gone from the filesystem itself but still exist in a descendant.
         missing_names = [name for name in missing_names if not _has_same_name(name, descendant_names)]
         names += descendant_names
     _check_missing(missing_names, options)
@@ -73,7 +73,7 @@ def _destroy_snapshots(names: list[str], missing_names: list[str], options: Name
 
 def _check_missing(names: list[str], options: Namespace) -> None:
     if names and not options.if_present:
-        message = f"{quote(names)} does not exist: check the name, or pass --if-present"
+        message = f"not found: {quote(names)}. Check the names, or pass --if-present"
         raise CommandError(Kind.NOT_FOUND, message, names)
 
 
@@ -97,7 +97,9 @@ def _destroy_filesystems(names: list[str], recursive: bool, report: Report) -> N
     ]
     if held_names:
         raise CommandError(
-            Kind.IN_USE, f"{quote(held_names)} is held: release its holds first (lzc holds, lzc release)", held_names
+            Kind.IN_USE,
+            f"holds exist on {quote(held_names)}. Release the holds first (lzc holds, lzc release)",
+            held_names,
         )
     outside_clones = [
         each for each, origin in origins.items() if each not in tree and get_filesystem_name(origin) in tree
@@ -105,7 +107,7 @@ def _destroy_filesystems(names: list[str], recursive: bool, report: Report) -> N
     if outside_clones:
         raise CommandError(
             Kind.IN_USE,
-            f"snapshots below {quote(roots)} have the clones {quote(outside_clones)}: promote or destroy them first",
+            f"clones of snapshots in {quote(roots)} exist: {quote(outside_clones)}. Promote or destroy them first",
             outside_clones,
         )
     for each in order_for_removal(tree, origins):
@@ -115,8 +117,8 @@ def _destroy_filesystems(names: list[str], recursive: bool, report: Report) -> N
 
 
 def _require_no_dependents(name: str, tree: Container[str]) -> None:
-    names_below = list_datasets(name, types="filesystem,volume,snapshot")
-    if dependents := [each for each in names_below if each not in tree]:
+    descendants = list_datasets(name, types="filesystem,volume,snapshot")
+    if dependents := [each for each in descendants if each not in tree]:
         raise CommandError(
             Kind.IN_USE,
             f"{name!r} has {len(dependents)} snapshots and children ({quote(dependents)}): destroy them first, or pass "
@@ -133,7 +135,7 @@ def _read_origins(pool: str) -> dict[str, str]:
 def order_for_removal(tree: Iterable[str], origins: Mapping[str, str]) -> list[str]:
     """Sort datasets so that children and clones come before the datasets that they depend on.
 
-    Raises CommandError if a dataset is a clone of one of its own descendants, because no order is possible then.
+    Raises CommandError if a dataset is a clone of one of its own descendants, because then no order is possible.
     """
     remaining = sorted(tree, reverse=True)
     ordered: list[str] = []
@@ -145,7 +147,7 @@ def order_for_removal(tree: Iterable[str], origins: Mapping[str, str]) -> list[s
         if not free_names:
             raise CommandError(
                 Kind.IN_USE,
-                f"{remaining[-1]!r} is a clone of a filesystem below it: promote it first (lzc promote)",
+                f"{remaining[-1]!r} is a clone of its own descendant: promote it first (lzc promote)",
                 remaining,
             )
         ordered += free_names

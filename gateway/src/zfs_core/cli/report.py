@@ -27,7 +27,7 @@ class Report:
         return name in self.assumed_names or lzc_exists(name)
 
     def find(self, names: Iterable[str]) -> set[str]:
-        """Return those names that exist."""
+        """Return the names that exist."""
         wanted_names = set(names)
         return (wanted_names & self.assumed_names) | find_types(wanted_names - self.assumed_names).keys()
 
@@ -40,7 +40,7 @@ class Report:
         self.apply_changes_together([{"action": action, "name": name, **details} for name in names], function)
 
     def apply_changes_together(self, changes: list[dict[str, object]], function: Callable[[], object]) -> None:
-        """Make several changes with one function, and record them. If it fails, record those that were made."""
+        """Make several changes with one function, and record them. If it fails, record the changes that were made."""
         if not self.check:
             try:
                 function()

@@ -19,7 +19,7 @@ def send_remainder(token: str, fd: int, seconds: float) -> None:
     if outcome.cause is Cause.MISSING:
         raise CommandError(
             Kind.NOT_FOUND,
-            f"{name!r} does not exist any more: abort the transfer with zfs receive -A, and send another snapshot",
+            f"{name!r} no longer exists: abort the transfer with zfs receive -A, and send another snapshot",
             [name],
         )
     if outcome.cause is not None:

@@ -35,7 +35,7 @@ def snapshot(options: Namespace, report: Report) -> None:
     if existing_names and not options.if_absent:
         raise CommandError(
             Kind.EXISTS,
-            f"{quote(existing_names)} already exists: choose another name, or pass --if-absent",
+            f"already in use: {quote(existing_names)}. Choose other names, or pass --if-absent",
             existing_names,
         )
     report.keep(*existing_names)
@@ -102,7 +102,7 @@ def hold(options: Namespace, report: Report) -> None:
     if held_names and not options.if_absent:
         raise CommandError(
             Kind.EXISTS,
-            f"{quote(held_names)} already has the hold {options.tag!r}: choose another tag, or pass --if-absent",
+            f"hold {options.tag!r} already exists on {quote(held_names)}. Choose another tag, or pass --if-absent",
             held_names,
         )
     report.keep(*held_names)
@@ -128,7 +128,7 @@ def release(options: Namespace, report: Report) -> None:
     if free_names and not options.if_present:
         raise CommandError(
             Kind.NOT_FOUND,
-            f"{quote(free_names)} does not have the hold {options.tag!r}: check the tag, or pass --if-present",
+            f"hold {options.tag!r} not found on {quote(free_names)}. Check the tag, or pass --if-present",
             free_names,
         )
     report.keep(*free_names)
@@ -141,7 +141,7 @@ def _select_snapshots(options: Namespace, report: Report) -> list[str]:
     names: list[str] = list(dict.fromkeys(options.snapshots))
     if not options.recursive:
         return names
-    # A filesystem below may be newer than the snapshot.
+    # A descendant filesystem may be newer than the snapshot.
     expanded_names = expand(names)
     found_names = report.find(expanded_names)
     return [name for name in expanded_names if name in names or name in found_names]

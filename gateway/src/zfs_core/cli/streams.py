@@ -154,7 +154,7 @@ def _send_to_command(options: Namespace) -> dict[str, object]:
             receiver.wait(_KILL_WAIT_SECONDS)
     if not has_ended:
         raise sending_error or CommandError(
-            Kind.TIMEOUT, f"{options.command[0]!r} did not end within {options.timeout:g} s and was killed"
+            Kind.TIMEOUT, f"{options.command[0]!r} did not exit within {options.timeout:g} s and was killed"
         )
     result = _parse_result(output.read())
     if receiver.returncode != 0:
@@ -166,7 +166,7 @@ def _send_to_command(options: Namespace) -> dict[str, object]:
 
 
 class _Tail:
-    """Reads the output of a command in a thread, and keeps the tail."""
+    """Reads the output of a command in a thread and keeps the tail."""
 
     def __init__(self, file: IO[bytes]) -> None:
         self._file, self._data = file, b""
@@ -179,7 +179,7 @@ class _Tail:
                 self._data = (self._data + data)[-_TAIL_BYTES:]
 
     def read(self) -> bytes:
-        """Return the tail of the output, after the command has ended."""
+        """Return the tail of the output. Call it after the command has exited."""
         # A process that the command left in the background may keep the pipe open.
         self._thread.join(_DRAIN_SECONDS)
         return self._data
@@ -201,7 +201,7 @@ def _make_receiver_error(command: list[str], status: int, result: dict[str, obje
         kind = next((kind for kind in Kind if kind.word == error.get("kind")), Kind.FAILED)
         return CommandError(kind, f"the receiver failed: {error.get('message')}")
     text = "; ".join(errors.strip().splitlines()[-3:])[:500] or "it printed no error"
-    return CommandError(Kind.FAILED, f"{command[0]!r} ended with exit code {status}: {text}")
+    return CommandError(Kind.FAILED, f"{command[0]!r} exited with code {status}: {text}")
 
 
 def receive(options: Namespace, report: Report) -> None:
@@ -236,7 +236,7 @@ def receive(options: Namespace, report: Report) -> None:
 
 
 def _find_target(options: Namespace, report: Report) -> str:
-    """Return the name of the snapshot to receive. That of an interrupted stream is in the filesystem's token."""
+    """Return the name of the snapshot to receive. For an interrupted stream, the filesystem's token contains it."""
     name: str = options.target
     if "@" in name:
         return name

@@ -1,4 +1,4 @@
-"""Read the arguments of `lzc`. Each function raises ArgumentTypeError with a sentence that says what is valid."""
+"""Parse the arguments of `lzc`. Each function raises ArgumentTypeError with a message that says what is valid."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ _FILESYSTEM_FORM = "use POOL/NAME/…, such as tank/data"
 _CHARACTERS = "with letters, digits, and _ . : -; each part starts with a letter, a digit or _"
 
 
-def _make_name_type(validate: Callable[[str], str], noun: str, form: str) -> Callable[[str], str]:
-    def read(text: str) -> str:
+def _make_name_parser(validate: Callable[[str], str], noun: str, form: str) -> Callable[[str], str]:
+    def parse(text: str) -> str:
         try:
             return validate(text)
         except NameTooLong:
@@ -31,33 +31,33 @@ def _make_name_type(validate: Callable[[str], str], noun: str, form: str) -> Cal
         except NameInvalid:
             raise argparse.ArgumentTypeError(f"{text!r} is not a valid name for {noun}: {form}") from None
 
-    return read
+    return parse
 
 
-read_existing_name = _make_name_type(
+parse_existing_name = _make_name_parser(
     validate_existing_name, "a dataset or snapshot", f"{_FILESYSTEM_FORM} or tank/data@before"
 )
-read_filesystem = _make_name_type(validate_filesystem_name, "a filesystem or volume", _FILESYSTEM_FORM)
-read_new_filesystem = _make_name_type(
+parse_filesystem = _make_name_parser(validate_filesystem_name, "a filesystem or volume", _FILESYSTEM_FORM)
+parse_new_filesystem = _make_name_parser(
     validate_new_filesystem_name, "a filesystem or volume", f"{_FILESYSTEM_FORM}, {_CHARACTERS}"
 )
-read_snapshot = _make_name_type(validate_snapshot_name, "a snapshot", _SNAPSHOT_FORM)
-read_bookmark = _make_name_type(
+parse_snapshot = _make_name_parser(validate_snapshot_name, "a snapshot", _SNAPSHOT_FORM)
+parse_bookmark = _make_name_parser(
     validate_bookmark_name, "a bookmark", "use FILESYSTEM#BOOKMARK, such as tank/data#before"
 )
-read_new_snapshot = _make_name_type(validate_new_snapshot_name, "a snapshot", f"{_SNAPSHOT_FORM}, {_CHARACTERS}")
+parse_new_snapshot = _make_name_parser(validate_new_snapshot_name, "a snapshot", f"{_SNAPSHOT_FORM}, {_CHARACTERS}")
 
 
-def read_base(text: str) -> str:
-    return read_bookmark(text) if "#" in text else read_snapshot(text)
+def parse_base(text: str) -> str:
+    return parse_bookmark(text) if "#" in text else parse_snapshot(text)
 
 
-def read_receive_target(text: str) -> str:
-    """Read the name of a new snapshot, or of a filesystem that was received in part."""
-    return read_new_snapshot(text) if "@" in text else read_filesystem(text)
+def parse_receive_target(text: str) -> str:
+    """Parse the name of a new snapshot, or of a filesystem that was received in part."""
+    return parse_new_snapshot(text) if "@" in text else parse_filesystem(text)
 
 
-def read_tag(text: str) -> str:
+def parse_tag(text: str) -> str:
     if not text or text.startswith("-") or not text.isprintable():
         raise argparse.ArgumentTypeError(
             f"{text!r} is not a valid tag: use printable characters, and do not begin with a hyphen"
@@ -67,7 +67,7 @@ def read_tag(text: str) -> str:
     return text
 
 
-def read_property_name(text: str) -> str:
+def parse_property_name(text: str) -> str:
     if text == "all":
         raise argparse.ArgumentTypeError("'all' is not supported: name the properties, separated by commas")
     try:
@@ -79,16 +79,16 @@ def read_property_name(text: str) -> str:
         ) from None
 
 
-def read_property_names(text: str) -> list[str]:
-    return [read_property_name(part) for part in text.split(",")]
+def parse_property_names(text: str) -> list[str]:
+    return [parse_property_name(part) for part in text.split(",")]
 
 
-def read_assignment(text: str) -> tuple[str, str]:
-    """Read ``PROPERTY=VALUE``."""
+def parse_assignment(text: str) -> tuple[str, str]:
+    """Parse ``PROPERTY=VALUE``."""
     name, separator, value = text.partition("=")
     if not separator or not value:
         raise argparse.ArgumentTypeError(f"{text!r} does not set a property: use PROPERTY=VALUE, such as quota=10G")
-    read_property_name(name)
+    parse_property_name(name)
     try:
         format_property_assignment(name, value)
     except PropertyInvalid as error:
@@ -96,12 +96,12 @@ def read_assignment(text: str) -> tuple[str, str]:
     return name, value
 
 
-def read_assignment_or_name(text: str) -> tuple[str, str] | str:
-    """Read ``PROPERTY=VALUE``, or the name of a dataset or snapshot, which cannot contain an equals sign."""
-    return read_assignment(text) if "=" in text else read_existing_name(text)
+def parse_assignment_or_name(text: str) -> tuple[str, str] | str:
+    """Parse ``PROPERTY=VALUE``, or the name of a dataset or snapshot, which cannot contain an equals sign."""
+    return parse_assignment(text) if "=" in text else parse_existing_name(text)
 
 
-def read_dataset_types(text: str) -> list[str]:
+def parse_dataset_types(text: str) -> list[str]:
     known_types = ("filesystem", "volume", "snapshot", "bookmark")
     types = text.split(",")
     if unknown_types := [each for each in types if each not in known_types]:
@@ -111,13 +111,13 @@ def read_dataset_types(text: str) -> list[str]:
     return types
 
 
-def read_count(text: str) -> int:
+def parse_count(text: str) -> int:
     if not text.isascii() or not text.isdigit():
         raise argparse.ArgumentTypeError(f"{text!r} is not a number: use 0 or a positive number")
     return int(text)
 
 
-def read_seconds(text: str) -> float:
+def parse_seconds(text: str) -> float:
     try:
         value = float(text)
     except ValueError:
@@ -127,7 +127,7 @@ def read_seconds(text: str) -> float:
     return value
 
 
-def read_size(text: str) -> str:
+def parse_volume_size(text: str) -> str:
     if parse_size(text) in (None, 0):
         raise argparse.ArgumentTypeError(f"{text!r} is not a size: use a number with a unit, such as 512M or 10G")
     return text

@@ -1,4 +1,4 @@
-"""An action that adds an entry to the journal of a check run, as the actions of the collection do."""
+"""An action that adds an entry to the journal of a check-mode run, as the actions of the collection do."""
 
 from __future__ import annotations
 
