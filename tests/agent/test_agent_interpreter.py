@@ -327,7 +327,7 @@ def test_sys_exit_is_an_error_and_the_kernel_survives(code_client):
 @pytest.mark.parametrize(
     ("ending", "description"),
     [
-        ("os._exit(7)", "with exit code 7"),
+        ("os._exit(7)", "with code 7"),
         ("os.kill(os.getpid(), 11)", "SIGSEGV"),
         ("os.closerange(3, 100); time.sleep(60)", "SIGKILL"),
     ],

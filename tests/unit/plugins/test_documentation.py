@@ -111,7 +111,7 @@ def test_the_check_mode_attribute_names_each_exception(module: Path) -> None:
     has_unpredicted_failures = starts_machines or list_unpredicted_failures()[module.stem] > 0
     assert all(f"O({option}=true)" in details for option in conditions)
     assert ("Check mode cannot predict" in details) is has_unpredicted_failures
-    assert ("a machine that does not start" in details) is starts_machines
+    assert ("a machine fails to start" in details) is starts_machines
     assert ("almost full" in details) is (starts_machines or module.stem in ("sandbox_snapshot", "sandbox_template"))
     assert attribute["support"] == ("partial" if conditions or has_unpredicted_failures else "full")
     # Modules that can change something refuse to work without their action plugin.
