@@ -240,10 +240,16 @@ def test_a_plan_can_cover_several_gateways(plan_target: Target, plan_path: Path)
             },
             "loop": "{{ urls | zip(boxes.results) }}",
         }
+        values = {"PEER": "{{ boxes.results[0].sandbox.id }}"}
+        introduce = make_task(
+            "sandbox", name="friend", template="base", env=values, metadata=values, gateway_url=other.unix_url
+        )
         keywords = {"vars": {"urls": urls}}
-        make_plan(plan_target, plan_path, create, update, keywords=keywords)
-        for result in apply_plan(plan_target, plan_path, create, update, keywords=keywords):
+        make_plan(plan_target, plan_path, create, update, introduce, keywords=keywords)
+        *results, friend = apply_plan(plan_target, plan_path, create, update, introduce, keywords=keywords)
+        for result in results:
             assert [item["changed"] for item in result["results"]] == [True, True], plan_target.output
+        assert friend["changed"], plan_target.output
     finally:
         other.end()
 
