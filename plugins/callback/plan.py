@@ -87,6 +87,9 @@ if TYPE_CHECKING:
     from ansible.playbook.play import Play
     from ansible.playbook.task import Task
 
+_COLLECTION_PREFIX = "grove.sandbox."
+_ACTION_KEYS = frozenset(("failure", "outcomes", "module_stdout", "ansible_job_id"))
+"""Keys of results of which each action of this collection returns one at least."""
 _FILE_WIDTH = 120
 """Columns of the table if the output is not a terminal. Log viewers, such as AWX's, can scroll."""
 
@@ -141,6 +144,10 @@ class CallbackModule(CallbackBase):
         if not ignore_errors:
             host = result._host.get_name()
             self._possible_failures.append((host, _describe_failure(host)))
+        if context.CLIARGS.get("check") and (reason := _find_early_failure(result._task, result._result)):
+            path = _plan_journal.make_task_path(result._task)
+            self._failures[_plan_journal.describe_unknown_changes(result._task.get_name(), path, reason)] = None
+            self._record_problems()
 
     def v2_runner_on_unreachable(self, result: TaskResult) -> None:
         host = result._host.get_name()
@@ -220,6 +227,24 @@ class CallbackModule(CallbackBase):
             self._display.display("It cannot be applied, because it is incomplete.", color=C.COLOR_ERROR)
         else:
             self._display.display(f"It can be applied until {document['expires_at']}.")
+
+
+def _find_early_failure(task: Task, result: dict[str, Any]) -> str:
+    """Return why a task of this collection has failed before its action began, or "".
+
+    Such as a template that uses a value which only the run can know. The plan then has no entry for the task, even if
+    the playbook ignores or rescues the failure.
+    """
+    action = str(getattr(task, "resolved_action", None) or task.action)
+    if not action.startswith(_COLLECTION_PREFIX) or action.endswith("_info"):
+        return ""
+    items = result.get("results")
+    # Ansible removes the key "failed" from the results for callbacks, but not from those of items.
+    failed_results = [result] if items is None else [item for item in items if item.get("failed")]
+    for each in failed_results:
+        if _ACTION_KEYS.isdisjoint(each):
+            return _plan_journal.NO_LOG_REASON if task.no_log else str(each.get("msg") or "it failed")
+    return ""
 
 
 def _list_failures(stats: AggregateStats) -> list[str]:

@@ -363,6 +363,13 @@ class Approval:
         self._created_names = frozenset(objects.get("created_names", ()))
         self._removed_names = frozenset(objects.get("removed_names", ()))
         self._mounting_names = frozenset(objects.get("mounting_names", ()))
+        # Values of env and metadata can contain ids from other gateways, whose sessions assign the same planned ids.
+        self._other_ids = tuple(
+            (planned_id, real_id)
+            for gateway, each in option["gateways"].items()
+            for planned_id, real_id in each["bindings"].items()
+            if gateway != gateway_id and is_planned_id(planned_id)
+        )
         self._approved_entry: Entry | None = None
         self.bindings: dict[str, str] = dict(objects.get("bindings", {}))
 
@@ -396,7 +403,7 @@ class Approval:
         names = {change.name for action in actions for change in action.changes}
         failures = []
         for entry in self._sort(candidates, names, versions.keys()):
-            matching = _Matching(self.bindings, self._created_ids)
+            matching = _Matching(self.bindings, self._created_ids, self._other_ids)
             try:
                 self._check_unchanged(entry, versions, matching)
                 may_fail = entry["failure"] is not None and planned_own_paths <= entry["reads"].keys()
@@ -447,7 +454,7 @@ class Approval:
         entry = {**self._approved_entry, "actions": self._approved_entry["actions"][number:]}
         try:
             self._check_unchanged(
-                entry, self._substitute_planned_ids(reads), _Matching(self.bindings, self._created_ids)
+                entry, self._substitute_planned_ids(reads), _Matching(self.bindings, self._created_ids, self._other_ids)
             )
         except Failure as failure:
             raise Failure(failure.message.replace(_REMEDY, _REMEDY_BETWEEN_ACTIONS), failure.kind) from None
@@ -462,7 +469,7 @@ class Approval:
         failures = []
         for entry in self._sort(candidates, set(), versions.keys()):
             try:
-                self._check_unchanged(entry, versions, _Matching(self.bindings, self._created_ids))
+                self._check_unchanged(entry, versions, _Matching(self.bindings, self._created_ids, self._other_ids))
             except Failure as failure:
                 failures.append(failure)
             else:
@@ -674,11 +681,17 @@ def _check_no_actions(entry: Entry) -> None:
 
 
 class _Matching:
-    """Compares the values of a plan with the values of a run, where each planned id stands for one real id."""
+    """Compares the values of a plan with the values of a run, where each planned id stands for one real id.
 
-    def __init__(self, bindings: Mapping[str, str], created_ids: Container[str]) -> None:
+    ``other_ids``: the pairs of planned and real ids of other gateways.
+    """
+
+    def __init__(
+        self, bindings: Mapping[str, str], created_ids: Container[str], other_ids: Sequence[tuple[str, str]]
+    ) -> None:
         self.bindings = dict(bindings)
         self._created_ids = created_ids
+        self._other_ids = other_ids
 
     def match_text(self, planned: str, actual: str) -> bool:
         """Return whether two texts are equal. Adds the pairs of planned and real ids that it finds to ``bindings``."""
@@ -700,7 +713,7 @@ class _Matching:
         if not isinstance(value, Mapping):
             return value
         result = dict(value)
-        for planned_id, real_id in self.bindings.items():
+        for planned_id, real_id in (*self.bindings.items(), *self._other_ids):
             if is_planned_id(planned_id):
                 result = {key: text.replace(real_id, planned_id) for key, text in result.items()}
         return result
@@ -710,6 +723,8 @@ class _Matching:
         return ident in self._created_ids and ident not in self.bindings
 
     def _bind(self, planned_id: str, real_id: str) -> bool:
+        if (planned_id, real_id) in self._other_ids:
+            return True
         if (
             planned_id not in self.bindings
             and planned_id not in self._created_ids

@@ -30,6 +30,7 @@ from ansible_collections.grove.sandbox.plugins.module_utils._plan import (
     Change,
     Plan,
     Planner,
+    failures_conditional,
     keep_common_keys,
     make_temporary_name,
     normalize_networks,
@@ -146,7 +147,23 @@ def _parse_network(option: Mapping[str, Any] | None) -> dict[str, Any] | None:
     if option is None:
         return None
     result = {key: value for key, value in option.items() if value is not None}
-    return {key: normalize_networks(value) if isinstance(value, list) else value for key, value in result.items()}
+    for key, value in result.items():
+        if isinstance(value, list):
+            _check_addresses(value, f"network.{key}")
+            result[key] = normalize_networks(value)
+    return result
+
+
+def _check_addresses(addresses: list[str], option: str) -> None:
+    """Raise Failure if an entry has no address, because a template inserted a value that only the run can know."""
+    for address in addresses:
+        if address.partition("/")[0].strip() == "":
+            with failures_conditional(f"only if {option} contains {address!r} in the run, too"):
+                raise Failure(
+                    f"{option} contains {address!r}, which has no address. In check mode, the address of a new sandbox "
+                    "is null, for example: use an address that is known before the run, or give it a default for check "
+                    "mode"
+                )
 
 
 def observe(client: Client, want: DesiredState) -> CurrentState:

@@ -36,7 +36,6 @@ from ansible_collections.grove.sandbox.plugins.module_utils._run import (
 from ansible_collections.grove.sandbox.plugins.plugin_utils import _check_run, _plan_journal
 from ansible_collections.grove.sandbox.plugins.plugin_utils._operator import OperatorTask
 from ansible_collections.grove.sandbox.plugins.plugin_utils._plan_journal import load_applied_plan
-from ansible_collections.grove.sandbox.plugins.plugin_utils._task_path import make_portable_path
 
 if TYPE_CHECKING:
     from ansible.playbook.task import Task
@@ -49,7 +48,6 @@ FILE_OPTIONS = ("export_to", "import_from")
 """Options with the path of a file on the host where the module runs."""
 DESTINATION_OPTIONS = ("gateway_url", "ca_path", "validate_certs")
 """Options that decide where the API key is sent."""
-_NO_LOG_REASON = "it has no_log, so its plan must not be saved"
 
 
 def _is_always_in_check_mode(task: Task, templar: Templar, task_vars: dict[str, Any]) -> bool:
@@ -219,7 +217,7 @@ class GatewayAction(ActionBase):
             if entry is not None and not self._task.no_log:
                 _plan_journal.add_entry({**entry, **task})
             elif reason := self._find_problem(entry, result, is_in_sandbox=is_in_sandbox):
-                problem = f"the changes of task {task['task']!r} ({task['path']}) are unknown: {reason}"
+                problem = _plan_journal.describe_unknown_changes(task["task"], task["path"], reason)
                 _plan_journal.add_entry({**task, "problem": problem})
 
     def _find_problem(self, entry: dict[str, Any] | None, result: dict[str, Any], *, is_in_sandbox: bool) -> str:
@@ -227,7 +225,7 @@ class GatewayAction(ActionBase):
         if entry is not None:
             # Even an entry without changes contains names that no_log hides.
             is_needed = entry["actions"] or entry["failure"] is not None or entry["unknown"]
-            return _NO_LOG_REASON if is_needed else ""
+            return _plan_journal.NO_LOG_REASON if is_needed else ""
         if is_in_sandbox:
             reason = "its module runs inside a sandbox, which can report anything: add delegate_to: localhost"
             return reason if self._task.check_mode or result.get("changed") else ""
@@ -239,17 +237,12 @@ class GatewayAction(ActionBase):
         if (result.get("failure") or {}).get("kind") == "invalid":
             return ""  # The options are invalid.
         if self._task.no_log:
-            return _NO_LOG_REASON
+            return _plan_journal.NO_LOG_REASON
         return result.get("msg") or "the gateway is too old to have plan sessions"
 
     def _make_task_key(self, task_vars: dict[str, Any]) -> dict[str, str]:
         """Return the host and the location of this task, which identify its entry in the plan of a check-mode run."""
-        path, _separator, line = (self._task.get_path() or "").rpartition(":")
-        role = self._task._role
-        if path:
-            role_arguments = (role.get_name(include_role_fqcn=False), role._role_path) if role is not None else ()
-            path = f"{make_portable_path(path, _plan_journal.list_playbook_paths(), *role_arguments)}:{line}"
-        return {"host": str(task_vars.get("inventory_hostname", "")), "path": path}
+        return {"host": str(task_vars.get("inventory_hostname", "")), "path": _plan_journal.make_task_path(self._task)}
 
     def _merge_environment(self) -> dict[str, Any]:
         """Return the task's ``environment`` as one mapping."""

@@ -19,7 +19,7 @@ import time
 from collections.abc import Iterable, Iterator, Mapping
 from datetime import datetime, timezone
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ansible import constants as C
 from ansible import context
@@ -37,8 +37,13 @@ from ansible_collections.grove.sandbox.plugins.module_utils._approval import (
 from ansible_collections.grove.sandbox.plugins.module_utils._failure import Failure
 from ansible_collections.grove.sandbox.plugins.plugin_utils import _plan_file
 from ansible_collections.grove.sandbox.plugins.plugin_utils._plan_conditions import mark_dependent_entries
+from ansible_collections.grove.sandbox.plugins.plugin_utils._task_path import make_portable_path
+
+if TYPE_CHECKING:
+    from ansible.playbook.task import Task
 
 CALLBACK_NAME = "grove.sandbox.plan"
+NO_LOG_REASON = "it has no_log, so its plan must not be saved"
 EXTRA_VARIABLE = "grove_sandbox_plan"
 """An extra variable with the plan to apply itself, which a workflow can pass from one job to the next.
 
@@ -107,6 +112,21 @@ def make_journal_path() -> Path:
 def add_entry(entry: dict[str, Any]) -> None:
     """Add an entry to the plan of a check-mode run."""
     _write(f"{time.time_ns():020}-{os.getpid()}{_ENTRY_SUFFIX}", entry)
+
+
+def make_task_path(task: Task) -> str:
+    """Return the file and the line of a task, in the form in which a plan contains them; "" for an ad hoc command."""
+    path, _separator, line = (task.get_path() or "").rpartition(":")
+    if not path:
+        return ""
+    role = task._role
+    role_arguments = (role.get_name(include_role_fqcn=False), role._role_path) if role is not None else ()
+    return f"{make_portable_path(path, list_playbook_paths(), *role_arguments)}:{line}"
+
+
+def describe_unknown_changes(task: str, path: str, reason: str) -> str:
+    """Return why a plan is incomplete if the changes of a task are unknown. ``path``: see ``make_task_path``."""
+    return f"the changes of task {task!r} ({path}) are unknown: {reason}"
 
 
 def read_entries() -> list[dict[str, Any]]:

@@ -45,6 +45,8 @@ PlayTask = tuple[str, dict[str, Any]]
 BY_ID = "by_id"
 """A key of tasks that refer to sandboxes and snapshots by ids, which they take from earlier results of the play."""
 
+_ID_VALUES = {"SOURCE": "a", "TRY": "fork ci-1 of s"}
+"""Values of ``env`` and ``metadata`` in which tasks with ``BY_ID`` have ids in place of names."""
 _runs = itertools.count()
 _new_names = st.lists(st.sampled_from(["c", "ci-1", "ci-2"]), min_size=1, max_size=2, unique=True)
 _likely_options = {
@@ -53,10 +55,10 @@ _likely_options = {
             "name": _new_names,
             "template": st.just("base"),
             "state": st.sampled_from(["present", "running", "paused", "absent"]),
-            "metadata": st.none() | st.just({"k": "1"}),
+            "metadata": st.sampled_from([None, {"k": "1"}, _ID_VALUES]),
             "timeout": st.sampled_from([None, 3600]),
             "volumes": make_mount_lists(),
-            "env": st.sampled_from([None, None, {"TOKEN": "a-secret-value"}]),
+            "env": st.sampled_from([None, None, {"TOKEN": "a-secret-value"}, _ID_VALUES]),
             "disk_mb": st.sampled_from([None, None, None, 4096]),
         }
     ),
@@ -299,7 +301,9 @@ def run_play(
         )
         kind = node[0] if isinstance(node, tuple) else node.kind
         for item_location, params in items.items():
-            options = files.insert(replace_names_with_ids(params, earlier_results), item_location, exporting_locations)
+            options = files.insert(
+                replace_names_with_ids(kind, params, earlier_results), item_location, exporting_locations
+            )
             results[item_location] = run_item(item_location, kind, options)
         return not any(results[each].get("failed") for each in items)
 
@@ -307,17 +311,25 @@ def run_play(
     return results
 
 
-def replace_names_with_ids(params: dict[str, Any], results: Iterable[dict[str, Any]]) -> dict[str, Any]:
+def replace_names_with_ids(kind: str, params: dict[str, Any], results: Iterable[dict[str, Any]]) -> dict[str, Any]:
     """Return the options of a task, with ids instead of names if the results of earlier tasks contain the ids."""
     params = dict(params)
     if params.pop(BY_ID, False):
         objects = [each for result in results for kind in ("sandboxes", "snapshots") for each in result.get(kind, [])]
         ids = {each["name"]: each["id"] for each in objects if each.get("id")}
-        for key in ("sandbox", "snapshot"):
+        for key in ("sandbox", "snapshot", *(("name",) if kind == "sandbox" else ())):
             if isinstance(value := params.get(key), list):
                 params[key] = [ids.get(name, name) for name in value]
             elif value is not None:
                 params[key] = ids.get(value, value)
+        for key in ("env", "metadata"):
+            for name, text in (params.get(key) or {}).items():
+                if params[key] == _ID_VALUES:
+                    params[key] = {**params[key], name: " ".join(ids.get(word, word) for word in text.split())}
+        if params.get("attachments"):
+            params["attachments"] = [
+                {**each, "sandbox": ids.get(each["sandbox"], each["sandbox"])} for each in params["attachments"]
+            ]
     return params
 
 

@@ -240,10 +240,16 @@ def test_a_plan_can_cover_several_gateways(plan_target: Target, plan_path: Path)
             },
             "loop": "{{ urls | zip(boxes.results) }}",
         }
+        values = {"PEER": "{{ boxes.results[0].sandbox.id }}"}
+        introduce = make_task(
+            "sandbox", name="friend", template="base", env=values, metadata=values, gateway_url=other.unix_url
+        )
         keywords = {"vars": {"urls": urls}}
-        make_plan(plan_target, plan_path, create, update, keywords=keywords)
-        for result in apply_plan(plan_target, plan_path, create, update, keywords=keywords):
+        make_plan(plan_target, plan_path, create, update, introduce, keywords=keywords)
+        *results, friend = apply_plan(plan_target, plan_path, create, update, introduce, keywords=keywords)
+        for result in results:
             assert [item["changed"] for item in result["results"]] == [True, True], plan_target.output
+        assert friend["changed"], plan_target.output
     finally:
         other.end()
 
@@ -530,3 +536,38 @@ def test_the_callback_lists_omitted_changes_at_the_end_of_the_run(
     assert re.fullmatch(r"target: grove\.sandbox\.sandbox \(second\.yml:\d+\): two", omitted.strip()), (
         plan_target.output
     )
+
+
+@pytest.mark.parametrize("core", ansible_core_versions.RELEASES)
+def test_a_task_that_fails_before_its_action_makes_the_plan_incomplete(
+    plan_target: Target, plan_path: Path, core: str
+) -> None:
+    """Its condition uses a value that only the run can know. The failure is ignored or rescued."""
+    address = "{{ sandbox.sandbox.address | length }}"
+
+    def make_other(name: str, **keywords: Any) -> Task:
+        return {**make_task("sandbox", name=name, template="base"), "name": name, "register": "other", **keywords}
+
+    tasks = [
+        {**BOX, "name": "known"},
+        make_other("condition", when=f"{address[3:-3]} > 0"),
+        make_other("item", loop=["1"], vars={"length": address}, when="length | int > 0"),
+        make_other("hidden", loop=address, no_log=True),
+        make_other("failed-by-the-playbook", failed_when=True),
+        {**make_task("sandbox_info", name=[address]), "name": "without changes"},
+        {
+            "block": [make_other("rescued", vars={"length": address}, when="length | int > 0", ignore_errors=False)],
+            "rescue": [{"ansible.builtin.debug": {}}],
+        },
+    ]
+    environment = {
+        **ENABLED_CALLBACKS,
+        **ansible_core_versions.select_release(core),
+        "GROVE_SANDBOX_PLAN_FILE": str(plan_path),
+    }
+    play = {"tasks": [{"ignore_errors": True, **task} for task in tasks]}
+    plan_target.run(play, options=("--check",), environment=environment)
+    problems = json.loads(plan_path.read_text())["problems"]
+    names = [match[1] for each in problems if (match := re.match("the changes of task '([^']+)' .play.yml:", each))]
+    assert names == ["condition", "item", "hidden", "rescued"], plan_target.output
+    assert problems[2].endswith(") are unknown: it has no_log, so its plan must not be saved"), problems

@@ -740,6 +740,17 @@ def test_a_value_that_only_the_run_knows_is_reported_as_such(
     assert entry["unknown"] == [f"only if {option}.DB is null in the run, too"]
 
 
+@pytest.mark.parametrize("option", ["allow_out", "deny_out"])
+@pytest.mark.parametrize("address", ["", "/32"])
+def test_a_missing_address_is_reported_as_one_that_only_the_run_knows(
+    gateway: MemoryGateway, client: Client, option: str, address: str
+) -> None:
+    """Ansible inserts an unknown address as an empty text."""
+    (entry,) = make_plan(gateway, ("sandbox", {"name": ["web"], "network": {option: ["10.0.0.1", address]}}))
+    assert entry["unknown"] == [f"only if network.{option} contains {address!r} in the run, too"], entry
+    assert f"network.{option} contains {address!r}" in entry["failure"]["message"]
+
+
 def test_snapshots_of_a_volume_are_compared(gateway: MemoryGateway, client: Client) -> None:
     remove_task = ("volume", {"name": ["data"], "state": "absent", "purge": True})
     (entry,) = make_plan(gateway, remove_task)

@@ -137,6 +137,18 @@ def test_a_plan_knows_that_a_rollback_removes_the_clone_of_a_volume(
     PlayChecks().check(gateway.unix_url, [], play, has_approved_plan=has_approved_plan)
 
 
+@with_and_without_plan
+def test_a_plan_predicts_that_an_invalid_environment_is_refused(
+    gateway: MemoryGateway, has_approved_plan: bool
+) -> None:
+    gateway.clear()
+    options = {"name": ["c"], "template": "base", "env": {"A=B": "x"}}
+    play: list[PlayTask] = [("sandbox", options), ("sandbox", {**options, "state": "paused"})]
+    checks = PlayChecks()
+    checks.check(gateway.unix_url, [], play, has_approved_plan=has_approved_plan)
+    assert checks.tasks == {"failed": 2}
+
+
 class SlowBuildHost(BusyHost):
     """A host on which the builds of templates wait until ``build_event`` is set."""
 

@@ -10,7 +10,7 @@ import os
 import socket
 import struct
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 from urllib.parse import urlencode
@@ -76,12 +76,7 @@ class Identity:
 
     def to_body(self) -> dict[str, Any]:
         """Return the body of a request to `/identity`. Raises Invalid if the agent would refuse the environment."""
-        for name, value in self.env.items():
-            if not name or "=" in name or "\0" in name + value:
-                raise Invalid(
-                    f"env contains the invalid variable {name[:80]!r}: use a nonempty name without '=' or NUL, and a "
-                    "value without NUL"
-                )
+        check_environment(self.env)
         return {
             "sandboxID": self.sandbox_id,
             "hostname": self.hostname,
@@ -95,6 +90,16 @@ class Identity:
             # The agent delays later requests until the identity is set, so this request need not wait.
             "wait": False,
         }
+
+
+def check_environment(env: Mapping[str, str]) -> None:
+    """Raise Invalid if the agent would refuse these environment variables."""
+    for name, value in env.items():
+        if not name or "=" in name or "\0" in name + value:
+            raise Invalid(
+                f"env contains the invalid variable {name[:80]!r}: use a nonempty name without '=' or NUL, and a value "
+                "without NUL"
+            )
 
 
 class AgentClient:

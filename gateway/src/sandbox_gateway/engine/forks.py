@@ -7,6 +7,7 @@ import contextlib
 from collections.abc import AsyncIterator, Iterable, Iterator, Mapping, Sequence
 from types import MappingProxyType
 
+from sandbox_gateway.engine.agent_client import check_environment
 from sandbox_gateway.engine.captures import Captures
 from sandbox_gateway.engine.collector import Collector
 from sandbox_gateway.engine.context import Context
@@ -75,7 +76,7 @@ class Forks:
             if existing_sandboxes:
                 return existing_sandboxes
             self._index.get_snapshot(ref)  # A missing snapshot is reported first.
-            self._host.check_network(spec.network)
+            self._check_spec(spec)
             await self._room.require_room_for_machines(len(list_requested_names(spec)))
             return await self._fork(self._index.get_snapshot(ref), spec)
 
@@ -97,9 +98,14 @@ class Forks:
         async with self._context.locks.held(f"idempotency key {key}", "the request with this idempotency key"):
             yield [*sort_oldest_first(each for each in self._index.sandboxes.values() if each.idempotency_key == key)]
 
+    def _check_spec(self, spec: ForkSpec) -> None:
+        """Raise GatewayError if the host or the agent would refuse the properties of the new sandboxes."""
+        self._host.check_network(spec.network)
+        check_environment(spec.env)
+
     async def _capture_and_fork(self, ref: str, spec: ForkSpec) -> list[Sandbox | GatewayError]:
         self._mount_planner.resolve_volumes(spec.mounts or [])
-        self._host.check_network(spec.network)
+        self._check_spec(spec)
         with self._index.reserved(name for name in list_requested_names(spec) if name):
             pass  # raises NameTaken before the source is paused
         async with self._locking.running_sandbox_locked(ref) as sandbox:
