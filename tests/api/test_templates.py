@@ -341,7 +341,7 @@ def test_builds_from_templates_that_cannot_work_are_refused(api: httpx.Client) -
     for body, status, words in (
         ({"template": "missing"}, 404, "'missing' not found"),
         ({"template": "base", "packages": ["git"]}, 400, "'packages' cannot be added to a template"),
-        ({"template": "base", "diskSizeMB": 64}, 400, "is smaller than that of template 'base'"),
+        ({"template": "base", "diskSizeMB": 64}, 400, "is smaller than the disk of template 'base'"),
         ({"template": "base", "from": "debootstrap"}, 400, "'template' is valid only with 'from: template'"),
         ({"from": "template"}, 400, "needs the field 'template'"),
     ):

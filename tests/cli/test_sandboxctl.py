@@ -71,7 +71,7 @@ def test_health_and_metrics_report_hung_commands(run: Run, memory_gateway: Memor
         status_line, *lines = check_success(run("health")).out.splitlines()
         assert status_line.startswith("degraded: memory, version")
         assert "has been running since 2001-09-09T01:46:40Z: zfs snapshot p/a" in lines
-        assert "has been hanging in the kernel since 2001-09-09T01:46:41Z: zfs destroy p/b" in lines
+        assert "has been stuck in the kernel since 2001-09-09T01:46:41Z: zfs destroy p/b" in lines
         with memory_gateway.client("") as keyless_client:
             health = keyless_client.get("/health").json()
         assert health["status"] == "degraded" and "slowCommands" not in health

@@ -115,7 +115,7 @@ def test_volumes_are_captured_and_forked(run: Run) -> None:
         (("create", "base", "--volume", "data:relative"), 2, "write NAME:/PATH"),
         (("create", "base", "--volume", "data:/srv/data:clone"), 2, "does not include volume data"),
         (("create", "base", "--volume", "data:/proc"), 2, "/proc"),
-        (("clone", "one", "--volume", "data:/x", "--no-volumes"), 2, "leave one of them out"),
+        (("clone", "one", "--volume", "data:/x", "--no-volumes"), 2, "omit one of them"),
     ],
 )
 def test_failures_have_a_message_and_a_hint(run: Run, args: tuple[str, ...], code: int, words: str) -> None:

@@ -225,7 +225,7 @@ def test_snapshots_can_be_listed_forked_and_deleted(create_sandbox):
         create_sandbox(first_snapshot.snapshot_id)
 
 
-@covers("Sandbox.delete_snapshot", note="a snapshot in use is hidden, and removed with its last user")
+@covers("Sandbox.delete_snapshot", note="a snapshot in use is hidden until its last user is removed")
 def test_a_snapshot_in_use_is_hidden(create_sandbox):
     sandbox = create_sandbox()
     sandbox.files.write("/root/note", "kept")

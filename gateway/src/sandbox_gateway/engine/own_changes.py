@@ -13,7 +13,9 @@ from sandbox_gateway.records import Record
 
 _MIN_PRUNE_COUNT = 1000
 _MAX_SPANS = 100
-"""If others change an object more often than this between a run's changes, later ones by the run count as theirs."""
+"""If other clients change an object more often than this between a run's changes, the run's later changes count as
+theirs.
+"""
 
 
 class OwnChanges:

@@ -115,7 +115,7 @@ async def show(ref: Ref, engine: EngineDep, view: ViewDep) -> shapes.SnapshotSha
     "/snapshots/{ref}",
     status_code=204,
     summary="Remove a snapshot",
-    responses={202: {"model": shapes.HiddenShape, "description": "Hidden; removed with its last user"}},
+    responses={202: {"model": shapes.HiddenShape, "description": "Hidden until its last user is removed"}},
 )
 async def delete(ref: Ref, engine: EngineDep, when: When = None) -> Response:
     return await remove(engine, engine.snapshots.get(ref), when)

@@ -64,7 +64,7 @@ class _Claim(NamedTuple):
 
 
 def interpret_sandboxes(root: str, facts: Facts, local_props: UserProperties) -> SandboxFindings:
-    """Interpret the datasets and snapshots below ``root``.
+    """Interpret the datasets and snapshots under ``root``.
 
     ``facts`` contains the SCAN_PROPERTIES of each, and ``local_props`` the user properties that are set on each.
     """
