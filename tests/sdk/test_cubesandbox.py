@@ -286,7 +286,7 @@ def test_a_sandbox_object_works_after_a_rollback(server, create_sandbox):
 
 @pytest.mark.core
 @pytest.mark.parametrize("concurrency", [1, 4])
-@covers("Sandbox.clone", note="sequential and concurrent; the snapshot is removed with the last clone")
+@covers("Sandbox.clone", note="sequential and concurrent; the snapshot is removed when the last clone is removed")
 def test_clones_are_independent_copies(server, create_sandbox, concurrency):
     sandbox = create_sandbox()
     sandbox.run_code("counter = 7")

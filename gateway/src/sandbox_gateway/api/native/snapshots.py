@@ -26,7 +26,7 @@ from sandbox_gateway.records import Snapshot
 router = APIRouter(tags=["snapshots"])
 When = Annotated[
     Literal["unused"] | None,
-    Query(description="unused: hide the snapshot now, and remove it with the last sandbox made from it"),
+    Query(description="unused: hide the snapshot now, and remove it when the last sandbox made from it is removed"),
 ]
 
 
