@@ -43,7 +43,7 @@ class OwnChanges:
     def count(self, id: str, generation: int) -> int:
         """Return how many of an object's changes up to ``generation`` the run made itself.
 
-        ``generation`` is that of the record that a request has read. The run may have changed the object since.
+        ``generation``: the generation of the record that a request has read. The run may have changed the object since.
         """
         return sum(min(after, generation) - before for before, after in self._spans.get(id, ()) if before < generation)
 

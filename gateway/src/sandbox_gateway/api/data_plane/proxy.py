@@ -154,7 +154,7 @@ class ServiceRequest:
 
 
 class DataPlane:
-    """Middleware that forwards requests for sandboxes to their ports, and passes all others to the control plane."""
+    """Middleware that forwards requests for sandboxes to their ports, and all other requests to the control plane."""
 
     def __init__(self, app: ASGIApp, engine: Engine, keys: auth.Keys, addresses: AddressFormats, pools: Pools) -> None:
         self.app = app

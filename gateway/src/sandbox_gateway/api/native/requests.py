@@ -288,7 +288,7 @@ class Fork(ForkBody):
     names: list[Name] | None = Field(None, min_length=1, max_length=MAX_FORKS)
     concurrency: int | None = Field(None, strict=True, ge=1, le=256)
     atomic: bool = Field(
-        True, description="All or nothing. False: as many as possible, with an error for each of the others."
+        True, description="All or nothing. False: as many as possible, with an error for each fork that fails."
     )
 
     @property

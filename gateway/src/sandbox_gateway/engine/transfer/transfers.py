@@ -183,7 +183,7 @@ class Transfers:
     ) -> Volume:
         """Create a volume from the pieces of a file with a snapshot of a volume.
 
-        ``name`` replaces the name of the volume in the file. The other arguments are those of ``import_``.
+        ``name`` replaces the name of the volume in the file. ``import_`` describes the other arguments.
         """
         name = require_valid_name(name) if name else None
         async with self._opened(pieces, trust) as file:

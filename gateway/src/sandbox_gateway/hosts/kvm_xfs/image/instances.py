@@ -13,7 +13,7 @@ from sandbox_gateway.records import Sandbox
 
 
 def create_files(source: SnapshotFiles, files: InstanceFiles, sandbox: Sandbox, with_memory: bool) -> None:
-    """Create a machine's files from those of a snapshot.
+    """Create a machine's files from the files of a snapshot.
 
     The machine's base memory image outlives the snapshot.
     """
