@@ -161,7 +161,7 @@ def test_a_request_to_remove_an_alias_is_refused(api: httpx.Client, alias: str |
     """CubeSandbox's client sends an empty alias to remove the alias."""
     names = api.get("/templates/base").json()["names"]
     response = api.put("/templates/base/alias", json={"alias": alias})
-    assert response.status_code == 400 and "give the name to another template" in response.json()["message"]
+    assert response.status_code == 400 and "give the name to a different template" in response.json()["message"]
     assert api.get("/templates/base").json()["names"] == names
 
 

@@ -208,7 +208,7 @@ def test_invalid_recipe_files_are_refused(run: Run, tmp_path: Path, text: str, n
         (("create", "nothing"), 3, "template list"),
         (("snapshot", "show", "nothing"), 3, "snapshot list"),
         (("kill", "nothing", "nobody"), 3, "'nobody' not found"),
-        (("create", "base", "--name", "one"), 4, "choose another name"),
+        (("create", "base", "--name", "one"), 4, "choose a different name"),
         (("resume", "one"), 4, "already running"),
         (("create", "base", "--memory", "-4"), 2, "not a size"),
         (("create", "base", "--memory", "1M"), 2, "memoryMB"),
