@@ -143,7 +143,7 @@ class RawCommands:
         try:
             # Everything outside the floor is prepared before the clock starts. Without rules, a jail is unreachable.
             identity.write_identity(host._identities.path(instance), self._sandbox, host.name_servers())
-            self._live.do(host._network.apply_policy(machine.jail, epair, self._sandbox.network))
+            self._live.do(host._network._load_rules(machine.jail, epair, self._sandbox.network))
             start = time.perf_counter()
             for argv in self.commands:
                 output = run_command(tuple(_replace_names(word, replacements) for word in argv))

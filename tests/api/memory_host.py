@@ -565,7 +565,7 @@ class MemoryHost:
 
     async def attach(self, sandbox: Sandbox, mount: Mount) -> None:
         if mount.path in self.blocked_paths:
-            raise Invalid(f"{mount.path} is not a directory: choose another path")
+            raise Invalid(f"{mount.path} is not a directory: choose a different path")
         self.machines[sandbox.instance].allowed[mount.volume] = mount.read_only
 
     async def detach(self, sandbox: Sandbox, mount: Mount) -> None:
@@ -594,7 +594,7 @@ class MemoryHost:
         return self.failed_boot_console or ""
 
     def end_reason(self, sandbox: Sandbox) -> str:
-        return "" if sandbox.instance in self.machines and self.failed_boot_console is None else "its machine ended"
+        return "" if sandbox.instance in self.machines and self.failed_boot_console is None else "its machine stopped"
 
     def check_network(self, policy: NetworkPolicy) -> None:
         build_egress_rules(policy, self.name_servers())

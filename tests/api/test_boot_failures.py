@@ -34,7 +34,7 @@ def test_the_error_contains_the_end_of_the_console(api: httpx.Client, broken_hos
     assert response.status_code == 500 and error["kind"] == "backend_failed"
     assert error["details"] == {"console": CONSOLE_LINES}
     console_text = "\n  ".join(["The last lines of the guest's console:", *CONSOLE_LINES])
-    assert error["message"].startswith("the sandbox did not start: its machine ended.") and error["message"].endswith(
+    assert error["message"].startswith("the sandbox did not start: its machine stopped.") and error["message"].endswith(
         console_text
     )
     assert api.get("/sandboxes").json() == [] and broken_host.machines == {}

@@ -103,7 +103,7 @@ def test_a_template_is_built_again_while_its_files_are_stored(
     (archive_directory / OTHER_DIGEST).unlink()
     refusal = api.post("/templates/again")
     assert refusal.status_code == 409
-    assert "build the template again with the client, which uploads them" in refusal.json()["message"]
+    assert "build the template again with the client, so that it uploads the files" in refusal.json()["message"]
 
 
 def test_a_url_has_the_address_that_the_client_used(memory_gateway: MemoryGateway, archive_directory: Path) -> None:

@@ -173,7 +173,7 @@ def test_a_session_belongs_to_its_key(
         assert other.get("/plans").json() == []
         response = other.get(f"/plans/{plan_id}/sandboxes")
         assert (response.status_code, response.json()["kind"]) == (404, "not_found")
-        assert "Start the check run again" in response.json()["message"]
+        assert "Start the check-mode run again" in response.json()["message"]
     with memory_gateway.client(READ_KEY) as owner:
         assert owner.get(f"/plans/{plan_id}").json()["planID"] == plan_id
         assert owner.get(f"/plans/{plan_id}/sandboxes").json() == []
@@ -214,9 +214,8 @@ def test_the_number_of_sessions_is_limited(
         ]
         response = client.post("/plans", json={"run": f"{run} more"})
         assert (response.status_code, response.json()["kind"]) == (429, "busy"), response.text
-        assert (
-            "wait until another check run has ended" in response.json()["message"] and response.headers["Retry-After"]
-        )
+        assert "wait until another check-mode run has finished" in response.json()["message"]
+        assert response.headers["Retry-After"]
         monkeypatch.setattr(sessions, "MIN_IDLE_SECONDS", 0.0)
         assert client.get(f"/plans/{ids[0]}").status_code == 200
         new_id = client.post("/plans", json={"run": f"{run} more"}).json()["planID"]

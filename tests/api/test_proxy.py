@@ -607,7 +607,7 @@ def test_all_connections_are_closed_when_the_machine_stops(
         assert api.request(method, path, json=body).is_success
         for connection in (waiting_connection, uploading_connection):
             status, error = read_response(connection)
-            assert status == 502 and "rolled back, paused or ended" in error["message"]
+            assert status == 502 and "rolled back, paused or removed" in error["message"]
         received_bytes = b""
         while piece := streaming_connection.recv(4096):
             received_bytes += piece

@@ -103,7 +103,7 @@ def test_a_name_is_accepted_with_a_count_of_one(api: httpx.Client, snapshot_id: 
     ("body", "words"),
     [
         ({"name": "a", "count": 2}, "'name' is for a single sandbox, but 'count' is 2: use 'names'"),
-        ({"name": "a", "names": ["b", "c"]}, "leave 'name' out"),
+        ({"name": "a", "names": ["b", "c"]}, "omit 'name'"),
         ({"count": 3, "names": ["b", "c"]}, "'count' is 3, but there are 2 names"),
         ({"names": ["b", "b"]}, "use each name only once"),
     ],

@@ -161,7 +161,7 @@ def test_a_request_to_remove_an_alias_is_refused(api: httpx.Client, alias: str |
     """CubeSandbox's client sends an empty alias to remove the alias."""
     names = api.get("/templates/base").json()["names"]
     response = api.put("/templates/base/alias", json={"alias": alias})
-    assert response.status_code == 400 and "give the name to another template" in response.json()["message"]
+    assert response.status_code == 400 and "give the name to a different template" in response.json()["message"]
     assert api.get("/templates/base").json()["names"] == names
 
 
@@ -341,7 +341,7 @@ def test_builds_from_templates_that_cannot_work_are_refused(api: httpx.Client) -
     for body, status, words in (
         ({"template": "missing"}, 404, "'missing' not found"),
         ({"template": "base", "packages": ["git"]}, 400, "'packages' cannot be added to a template"),
-        ({"template": "base", "diskSizeMB": 64}, 400, "is smaller than that of template 'base'"),
+        ({"template": "base", "diskSizeMB": 64}, 400, "is smaller than the disk of template 'base'"),
         ({"template": "base", "from": "debootstrap"}, 400, "'template' is valid only with 'from: template'"),
         ({"from": "template"}, 400, "needs the field 'template'"),
     ):

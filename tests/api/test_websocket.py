@@ -326,7 +326,7 @@ def test_the_connection_is_closed_when_the_machine_stops(
         with pytest.raises(ConnectionClosedError) as error_info:
             client.recv(10)
         assert error_info.value.rcvd is not None and error_info.value.rcvd.code == 1012
-        assert "rolled back, paused or ended" in error_info.value.rcvd.reason
+        assert "rolled back, paused or removed" in error_info.value.rcvd.reason
         wait_until(lambda: service.close_codes == [1006])
     if operation == "rollback":
         with recording_service(memory_gateway, sandbox), open_websocket(memory_gateway, sandbox) as client:

@@ -71,7 +71,7 @@ def test_health_and_metrics_report_hung_commands(run: Run, memory_gateway: Memor
         status_line, *lines = check_success(run("health")).out.splitlines()
         assert status_line.startswith("degraded: memory, version")
         assert "has been running since 2001-09-09T01:46:40Z: zfs snapshot p/a" in lines
-        assert "has been hanging in the kernel since 2001-09-09T01:46:41Z: zfs destroy p/b" in lines
+        assert "has been stuck in the kernel since 2001-09-09T01:46:41Z: zfs destroy p/b" in lines
         with memory_gateway.client("") as keyless_client:
             health = keyless_client.get("/health").json()
         assert health["status"] == "degraded" and "slowCommands" not in health
@@ -208,7 +208,7 @@ def test_invalid_recipe_files_are_refused(run: Run, tmp_path: Path, text: str, n
         (("create", "nothing"), 3, "template list"),
         (("snapshot", "show", "nothing"), 3, "snapshot list"),
         (("kill", "nothing", "nobody"), 3, "'nobody' not found"),
-        (("create", "base", "--name", "one"), 4, "choose another name"),
+        (("create", "base", "--name", "one"), 4, "choose a different name"),
         (("resume", "one"), 4, "already running"),
         (("create", "base", "--memory", "-4"), 2, "not a size"),
         (("create", "base", "--memory", "1M"), 2, "memoryMB"),

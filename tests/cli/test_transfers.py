@@ -32,7 +32,7 @@ def test_a_snapshot_is_exported_and_imported(
     assert export_outcome.out == f"{file}: {file.stat().st_size} bytes\n"
     assert file.stat().st_mode & 0o777 == 0o600 and [*tmp_path.iterdir()] == [file]
     refusal = run("snapshot", "import", str(file), **options)
-    assert refusal.code == 4 and "choose another name" in refusal.err
+    assert refusal.code == 4 and "choose a different name" in refusal.err
     imported_snapshot = check_success(run("--json", "snapshot", "import", str(file), "--name", "copy", **options)).json
     assert imported_snapshot["names"] == ["copy"]
     assert "copy" in check_success(run("snapshot", "list")).out

@@ -96,13 +96,13 @@ def test_volumes_are_captured_and_forked(run: Run) -> None:
 @pytest.mark.parametrize(
     ("args", "code", "words"),
     [
-        (("volume", "show", "nothing"), 3, "`sandboxctl volume list` shows"),
-        (("volume", "create", "copy", "--from", "data@never"), 3, "`sandboxctl volume snapshots data` shows"),
-        (("volume", "rollback", "data", "never"), 3, "`sandboxctl volume snapshots data` shows"),
-        (("volume", "detach", "two", "data"), 3, "`sandboxctl show two` shows"),
+        (("volume", "show", "nothing"), 3, "`sandboxctl volume list` lists"),
+        (("volume", "create", "copy", "--from", "data@never"), 3, "`sandboxctl volume snapshots data` lists"),
+        (("volume", "rollback", "data", "never"), 3, "`sandboxctl volume snapshots data` lists"),
+        (("volume", "detach", "two", "data"), 3, "`sandboxctl show two` lists"),
         (("volume", "detach", "one", "none", "data", "nobody"), 3, "'nobody' not found"),
-        (("create", "base", "--volume", "nothing:/srv/x"), 3, "`sandboxctl volume list` shows"),
-        (("volume", "create", "data"), 4, "choose another name"),
+        (("create", "base", "--volume", "nothing:/srv/x"), 3, "`sandboxctl volume list` lists"),
+        (("volume", "create", "data"), 4, "choose a different name"),
         (("volume", "attach", "one", "data:/srv/other"), 4, "already"),
         (("volume", "delete", "data"), 4, "volume detach SANDBOX VOLUME` unmounts it; --with-snapshots also removes"),
         (("volume", "rollback", "data", "monday"), 4, "--force rolls it back anyway"),
@@ -115,7 +115,7 @@ def test_volumes_are_captured_and_forked(run: Run) -> None:
         (("create", "base", "--volume", "data:relative"), 2, "write NAME:/PATH"),
         (("create", "base", "--volume", "data:/srv/data:clone"), 2, "does not include volume data"),
         (("create", "base", "--volume", "data:/proc"), 2, "/proc"),
-        (("clone", "one", "--volume", "data:/x", "--no-volumes"), 2, "leave one of them out"),
+        (("clone", "one", "--volume", "data:/x", "--no-volumes"), 2, "omit one of them"),
     ],
 )
 def test_failures_have_a_message_and_a_hint(run: Run, args: tuple[str, ...], code: int, words: str) -> None:

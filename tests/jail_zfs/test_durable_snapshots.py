@@ -152,7 +152,7 @@ def test_snapshots_can_be_managed_with_sandboxctl(gateway: JailGateway) -> None:
     assert gateway.run_sandboxctl("snapshot", "show", "mark").returncode == 3
     assert gateway.list_zfs_snapshot_ids(), "the forks of the snapshot still need it"
     assert gateway.run_sandboxctl("kill", "left", "right", "source").returncode == 0
-    assert gateway.list_zfs_snapshot_ids() == set(), "the snapshot was not removed with its last user"
+    assert gateway.list_zfs_snapshot_ids() == set(), "the snapshot was not removed after its last user"
 
 
 def test_a_snapshot_destroyed_with_zfs_is_not_listed_after_a_restart(gateway: JailGateway) -> None:

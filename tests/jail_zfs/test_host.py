@@ -203,7 +203,7 @@ def test_a_failed_rollback_keeps_the_old_jail_running(
     runner.do(runner.engine.snapshots.create("broken", name="no-agent"))
     instance, traces_before = runner.get_sandbox("victim").instance, jail_zfs_world.read_traces(runner.config)
     start_time = time.monotonic()
-    with pytest.raises(BackendFailed, match="its jail ended together with the agent"):
+    with pytest.raises(BackendFailed, match="its jail stopped together with the agent"):
         runner.do(runner.engine.sandboxes.rollback("victim", "no-agent"))
     assert time.monotonic() - start_time < 10
     assert runner.get_sandbox("victim").instance == instance
@@ -216,7 +216,7 @@ def test_a_killed_jail_is_detected(runner: EngineRunner) -> None:
     jail_name = runner.get_sandbox("gone").host["jail"]
     run_shim("pkill", "-KILL", "-j", jail_name)
     wait_until(lambda: runner.get_sandbox("gone").state_reason != "", 20)
-    assert "its jail ended" in runner.get_sandbox("gone").state_reason
+    assert "its jail stopped" in runner.get_sandbox("gone").state_reason
     runner.do(runner.engine.sandboxes.resume("gone"))
     assert runner.shell("gone", "hostname").strip() == "gone"
 

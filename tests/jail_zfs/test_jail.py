@@ -108,7 +108,7 @@ def test_removing_a_missing_jail_succeeds(jails: Jails, mount_table: MountTable,
     run_async(mount_table.unmount(MountEntry("", str(tmp_path / "missing"), "nullfs")))
     run_async(mount_table.unmount(MountEntry("", "", "nullfs", "00ff00ff00ff00ff")))
     run_async(jails.signal("nowhere", "STOP"))
-    assert run_async(mount_table.list_below(tmp_path)) == []
+    assert run_async(mount_table.list_under(tmp_path)) == []
 
 
 def test_a_failed_jail_creation_leaves_nothing_behind(jails: Jails, mount_table: MountTable, tmp_path: Path) -> None:
@@ -118,7 +118,7 @@ def test_a_failed_jail_creation_leaves_nothing_behind(jails: Jails, mount_table:
         run_async(jails.create("odd", tmp_path, hostname="odd", identity=None, interface="missing-b"))
     with pytest.raises(BackendFailed, match="No such file or directory"):
         run_async(jails.create("odd", tmp_path / "nowhere", hostname="odd", identity=None, interface="missing-b"))
-    assert run_async(mount_table.list_below(tmp_path)) == []
+    assert run_async(mount_table.list_under(tmp_path)) == []
     assert "odd" not in run_shim("jls", "-d", "name").split()
 
 

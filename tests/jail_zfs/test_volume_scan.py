@@ -11,8 +11,8 @@ from sandbox_gateway.hosts.jail_zfs.storage.property_codec import (
     DOOMED_PROPERTY,
     QUARANTINE_PROPERTY,
     RECORD_PROPERTY,
+    build_volume_snapshot_property,
     encode,
-    make_volume_snapshot_property,
 )
 from sandbox_gateway.hosts.jail_zfs.storage.volume_scan import VOLUME_SCAN_PROPERTIES, VolumeFindings, interpret_volumes
 from sandbox_gateway.records import Volume, VolumeSnapshot
@@ -53,7 +53,7 @@ class Tree:
     def add_snapshot(self, record: VolumeSnapshot, dataset: str, **facts: Any) -> Tree:
         return self.add(
             f"{dataset}@{record.id}",
-            {make_volume_snapshot_property(record.id): encode(record, 1)[RECORD_PROPERTY]},
+            {build_volume_snapshot_property(record.id): encode(record, 1)[RECORD_PROPERTY]},
             **facts,
         )
 
@@ -178,7 +178,7 @@ def test_damaged_records_are_quarantined() -> None:
 def test_damaged_snapshot_records_are_quarantined() -> None:
     foreign_snapshot = VolumeSnapshot(name="x", volume="0" * 12, size_mb=64)
     tree = Tree().add_volume(VOLUME).add_snapshot(foreign_snapshot, make_dataset_name(VOLUME))
-    tree.add(f"{make_dataset_name(VOLUME)}@{SNAPSHOT.id}", {make_volume_snapshot_property(SNAPSHOT.id): '{"v": 1}'})
+    tree.add(f"{make_dataset_name(VOLUME)}@{SNAPSHOT.id}", {build_volume_snapshot_property(SNAPSHOT.id): '{"v": 1}'})
     findings = tree.interpret()
     assert findings.snapshots == [] and len(findings.marks.quarantine_reasons) == 2
 
@@ -191,7 +191,7 @@ def test_records_of_a_newer_release_are_neither_damaged_nor_leftovers() -> None:
     head = encode(SNAPSHOT, 1)[RECORD_PROPERTY].replace('"format":1', '"format":2')
     snapshot_name = f"{make_dataset_name(VOLUME)}@{SNAPSHOT.id}"
     findings = (
-        Tree().add_volume(VOLUME).add(snapshot_name, {make_volume_snapshot_property(SNAPSHOT.id): head}).interpret()
+        Tree().add_volume(VOLUME).add(snapshot_name, {build_volume_snapshot_property(SNAPSHOT.id): head}).interpret()
     )
     assert (list(findings.marks.newer_records), findings.marks.quarantine_reasons) == ([snapshot_name], {})
 
@@ -223,7 +223,7 @@ def test_each_snapshot_of_one_command_has_its_own_record() -> None:
     """One `zfs snapshot` command sets all properties on all snapshots that it takes."""
     other_volume = Volume(name="other", size_mb=64)
     records = [SNAPSHOT, VolumeSnapshot(name="more", volume=other_volume.id, size_mb=64)]
-    props = {make_volume_snapshot_property(record.id): encode(record, 1)[RECORD_PROPERTY] for record in records}
+    props = {build_volume_snapshot_property(record.id): encode(record, 1)[RECORD_PROPERTY] for record in records}
     tree = Tree().add_volume(VOLUME).add_volume(other_volume)
     for record in records:
         dataset = make_dataset_name(VOLUME if record.volume == VOLUME.id else other_volume)

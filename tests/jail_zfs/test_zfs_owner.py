@@ -50,7 +50,7 @@ def test_the_owner_property_prevents_sharing_without_a_shared_lock(root: str, tm
         other_gateway.kill()
     storage = ZfsStorage(root, state_root=tmp_path / "two")
     assert storage.open() == [
-        f"{root}: taken over from process {other_gateway.pid} of host {os.uname().nodename}, which has ended"
+        f"{root}: taken over from process {other_gateway.pid} of host {os.uname().nodename}, which has exited"
     ]
     storage.close()
 
@@ -79,7 +79,7 @@ def test_startup_waits_for_the_commands_of_a_killed_gateway(root: str, lock_dire
             ZfsStorage(root, state_root=lock_directory).open()
         gateway.kill()
     successor = ZfsStorage(root, state_root=lock_directory)
-    assert "which has ended" in successor.open()[0]
+    assert "which has exited" in successor.open()[0]
     assert zfs_core.lzc_exists(f"{root}@late"), "the startup did not wait for the command"
     successor.close()
 
@@ -87,7 +87,7 @@ def test_startup_waits_for_the_commands_of_a_killed_gateway(root: str, lock_dire
 def test_an_owner_from_an_earlier_boot_is_replaced(root: str, lock_directory: Path) -> None:
     _change_owner(root, kernel="another", pid=1, host="elsewhere")
     storage = ZfsStorage(root, state_root=lock_directory)
-    assert "ended when its machine stopped" in storage.open()[0]
+    assert "exited when its machine stopped" in storage.open()[0]
     storage.close()
 
 

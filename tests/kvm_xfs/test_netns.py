@@ -703,7 +703,7 @@ async def test_incomplete_slots_are_removed(network: Network, monkeypatch: pytes
 
     async def create_incomplete_slot(number: int, module: Any, function: str) -> None:
         pool = SlotPool(network)
-        slot = pool._make_slot(number)
+        slot = pool._create_slot_record(number)
         with monkeypatch.context() as patch:
             patch.setattr(module, function, die)
             with contextlib.suppress(BaseException):
@@ -715,7 +715,7 @@ async def test_incomplete_slots_are_removed(network: Network, monkeypatch: pytes
     await create_incomplete_slot(2, links, "_create_tap")
     await create_incomplete_slot(3, links, "in_namespace")
     await create_incomplete_slot(4, links, "_find_interface_index")
-    uncommitted_slot = SlotPool(network)._make_slot(5)
+    uncommitted_slot = SlotPool(network)._create_slot_record(5)
     run_inside(Path("/proc/self/ns/net"), lambda: links.create_slot(uncommitted_slot))
     assert len([name for name in list_slot_objects(network.prefix) if "/" not in name]) >= 6
     pool = SlotPool(network.model_copy(update={"pool": 0}))

@@ -118,7 +118,7 @@ def test_a_second_debian_build_downloads_nothing(debian_rootfs: BuiltRootfs, tmp
 
 def test_build_failure_contains_the_errors_of_apt() -> None:
     log_tail = ["I: installing", "Reading package lists...", "E: Unable to locate package nonesuch", "W: later"]
-    error = rootfs_common._make_step_error(["unshare", "mmdebstrap"], 25, log_tail)
+    error = rootfs_common._create_step_error(["unshare", "mmdebstrap"], 25, log_tail)
     assert str(error) == "mmdebstrap failed (25): E: Unable to locate package nonesuch"
 
 

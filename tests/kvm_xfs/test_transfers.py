@@ -122,7 +122,7 @@ def test_memory_requires_the_same_platform_and_cpu(tmp_path: Path, monkeypatch: 
             f"processor\t: 0\nmodel name\t: {name}\ncpu MHz\t\t: {mhz}\n\nprocessor\t: 1\n"
         )
         monkeypatch.setattr(transfer, "_CPU_INFO", tmp_path / "cpuinfo")
-        cpus.append(transfer.make_portable_platform(host))
+        cpus.append(transfer.build_portable_platform(host))
     assert cpus[0] == cpus[1] != cpus[2]
     assert transfer.find_platform_problem(host, cpus[2]) == ""
     assert "cpu model" in transfer.find_platform_problem(host, cpus[0])

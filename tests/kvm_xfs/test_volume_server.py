@@ -212,12 +212,12 @@ def test_marker_is_a_reserved_address_that_depends_on_the_clients() -> None:
 
 def test_a_guest_has_the_same_mount_on_every_gateway() -> None:
     server_pools = [ServerPool(Network(subnet=f"10.{net}.0.0/24"), Path("/nowhere")) for net in (1, 2)]
-    mount, other_mount = (pool.make_guest_mount("abc", 22004, "/data", False) for pool in server_pools)
+    mount, other_mount = (pool.create_guest_mount("abc", 22004, "/data", False) for pool in server_pools)
     assert mount == other_mount
     assert (mount.source, mount.type, mount.path, mount.read_only) == (f"{GATEWAY_ADDRESS}:/abc", "nfs", "/data", False)
     options = mount.options.split(",")
     assert {"vers=3", "proto=tcp", "port=22004", "mountport=22005", "hard", "nolock"} <= set(options)
-    assert server_pools[0].make_guest_mount("abd", 22006, "/data", True).source != mount.source
+    assert server_pools[0].create_guest_mount("abd", 22006, "/data", True).source != mount.source
 
 
 async def test_a_missing_server_program_is_reported_with_its_package(xfs_root: Path) -> None:

@@ -248,7 +248,7 @@ def test_snapshots_can_be_listed_and_deleted(create_sandbox):
         Sandbox.delete_snapshot(snapshots[0].snapshot_id)
 
 
-@covers("Sandbox.delete_snapshot", note="a snapshot in use is hidden, and removed with its last user")
+@covers("Sandbox.delete_snapshot", note="a snapshot in use is hidden until its last user is removed")
 def test_a_snapshot_in_use_is_hidden(create_sandbox):
     sandbox = create_sandbox()
     sandbox.files.write("/root/note", "kept")
@@ -286,7 +286,7 @@ def test_a_sandbox_object_works_after_a_rollback(server, create_sandbox):
 
 @pytest.mark.core
 @pytest.mark.parametrize("concurrency", [1, 4])
-@covers("Sandbox.clone", note="sequential and concurrent; the snapshot is removed with the last clone")
+@covers("Sandbox.clone", note="sequential and concurrent; the snapshot is removed when the last clone is removed")
 def test_clones_are_independent_copies(server, create_sandbox, concurrency):
     sandbox = create_sandbox()
     sandbox.run_code("counter = 7")
@@ -373,7 +373,7 @@ def test_templates_can_be_listed_and_renamed(server, create_sandbox):
     assert Template.get(alias).template_id == template.template_id
     with pytest.raises(cubesandbox.TemplateNotFoundError):
         Template.get("no-such")
-    for invalid_alias, error_text in (("no spaces", "is not allowed"), (None, "give the name to another template")):
+    for invalid_alias, error_text in (("no spaces", "is not allowed"), (None, "give the name to a different template")):
         with pytest.raises(cubesandbox.ApiError, match=error_text) as alias_error_info:
             Template.set_alias(template.template_id, invalid_alias)
         assert alias_error_info.value.status_code == 400
@@ -433,7 +433,7 @@ def test_unsupported_options_are_refused(server, create_sandbox):
     original_id = Template.get(server.template).template_id
     with pytest.raises(cubesandbox.ApiError, match=r"nodes: not supported, because .*; command: .*set startCommand"):
         Template.build(name=server.template, image="nginx:latest", command=["nginx"], nodes=["10.0.0.7"])
-    with pytest.raises(cubesandbox.ApiError, match=r"whole number of CPUs"):
+    with pytest.raises(cubesandbox.ApiError, match=r"use whole CPUs"):
         Template.build(name=server.template, image="nginx:latest", cpu_count=1500)
     assert Template.get(server.template).template_id == original_id
     with pytest.raises(cubesandbox.ApiError, match="host-mount"):

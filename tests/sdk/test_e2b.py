@@ -225,7 +225,7 @@ def test_snapshots_can_be_listed_forked_and_deleted(create_sandbox):
         create_sandbox(first_snapshot.snapshot_id)
 
 
-@covers("Sandbox.delete_snapshot", note="a snapshot in use is hidden, and removed with its last user")
+@covers("Sandbox.delete_snapshot", note="a snapshot in use is hidden until its last user is removed")
 def test_a_snapshot_in_use_is_hidden(create_sandbox):
     sandbox = create_sandbox()
     sandbox.files.write("/root/note", "kept")
@@ -430,7 +430,7 @@ def test_templates_are_found_by_name(server):
 
 
 @covers("Template.assign_tags", "Template.get_tags")
-@covers("Template.remove_tags", note="a build without a tag is removed with its last sandbox")
+@covers("Template.remove_tags", note="a build without a tag is removed when its last sandbox is removed")
 def test_tags_stand_for_builds_of_a_template(server, create_sandbox):
     template = server.gateway.call("GET", f"/templates/{server.template}")
     tag_info = e2b.Template.assign_tags(server.template, ["v1", "stable"])

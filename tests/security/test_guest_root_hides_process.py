@@ -92,9 +92,9 @@ def test_a_qemu_that_hides_is_killed(shared_gateway: Gateway, sandbox_id: str, h
     pidfd = os.pidfd_open(pid)
     try:
         hide(pid)
-        assert not process_checks.wait_until_ended(pidfd, 0)
+        assert not process_checks.wait_for_exit(pidfd, 0)
         shared_gateway.restart()
-        assert process_checks.wait_until_ended(pidfd, 0)
+        assert process_checks.wait_for_exit(pidfd, 0)
     finally:
         process_checks.send_signal(pidfd, signal.SIGKILL)
         os.close(pidfd)
@@ -161,7 +161,7 @@ async def test_a_volume_server_that_hides_is_killed(xfs_root: Path, hide: Callab
             await s.crash()
             hide(pid)
             assert await s.servers.open({volume.id}) == ["stopped an unknown server that could not be adopted"]
-            assert process_checks.wait_until_ended(pidfd, 0)
+            assert process_checks.wait_for_exit(pidfd, 0)
         finally:
             process_checks.send_signal(pidfd, signal.SIGKILL)
             os.close(pidfd)

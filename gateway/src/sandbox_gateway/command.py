@@ -104,7 +104,7 @@ def run(
         except BaseException:
             process.kill()
             raise
-    return _check_status(argv, _decode(_make_result(argv, process.returncode, output, errors)), check)
+    return _check_status(argv, _decode(_create_result(argv, process.returncode, output, errors)), check)
 
 
 def _communicate(
@@ -198,7 +198,7 @@ async def run_async_bytes(
             await process.wait()
     except (TimeoutError, asyncio.CancelledError) as error:
         _kill_group(process)
-        # Do not wait for a process that hangs in the kernel, because the caller may hold a lock.
+        # Do not wait for a process that is stuck in the kernel, because the caller may hold a lock.
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(_KILL_WAIT_SECONDS):
                 await process.wait()
@@ -206,7 +206,7 @@ async def run_async_bytes(
             raise CommandTimeout(_format_timeout_message(argv, timeout)) from None
         raise
     assert process.returncode is not None
-    return _make_result(argv, process.returncode, output, errors)
+    return _create_result(argv, process.returncode, output, errors)
 
 
 async def _write_input(process: asyncio.subprocess.Process, input: bytes) -> None:
@@ -229,7 +229,7 @@ def _kill_group(process: asyncio.subprocess.Process) -> None:
         os.killpg(process.pid, signal.SIGKILL)
 
 
-def _make_result(argv: Sequence[str], code: int, output: _Output, errors: _Output) -> CompletedProcess[bytes]:
+def _create_result(argv: Sequence[str], code: int, output: _Output, errors: _Output) -> CompletedProcess[bytes]:
     if output.is_too_large:
         raise BackendFailed(f"{_shorten(argv)} produced too much output and was killed")
     return CompletedProcess(list(argv), code, output.read(), errors.read())

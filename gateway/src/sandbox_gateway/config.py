@@ -122,7 +122,7 @@ class KvmXfs(_Section):
     )
     memory_root: Path | None = Field(
         None,
-        description="Directory on another file system for the memory images of new snapshots and of the machines "
+        description="Directory on a different file system for the memory images of new snapshots and of the machines "
         "forked from them. It must exist; the gateway creates a directory of its own in it. Existing "
         "snapshots stay where they are. Empty string: memory images are stored in `state_root`.",
     )
@@ -342,7 +342,8 @@ def load(path: Path) -> Config:
         data = tomllib.loads(path.read_text())
     except FileNotFoundError:
         raise Invalid(
-            f"the configuration file {path} does not exist: pass another file with --config, or run the gateway role"
+            f"the configuration file {path} does not exist: pass a different file with --config, or run the gateway "
+            "role"
         ) from None
     except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
         raise Invalid(

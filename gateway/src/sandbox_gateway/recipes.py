@@ -120,7 +120,7 @@ def _compute_digest(data: dict[str, Any], salts: tuple[str, ...]) -> str:
 def source_digest(recipe: Recipe) -> str:
     """Return a digest of the source at ``recipe.path``, or "" if the recipe has no path.
 
-    The digest covers the contents of a tarball, or the paths, modes, sizes and modification times of everything below a
+    The digest covers the contents of a tarball, or the paths, modes, sizes and modification times of everything in a
     directory. Raises Invalid if the source cannot be read within five minutes.
     """
     if not recipe.path:
@@ -175,7 +175,7 @@ def _compute_tree_digest(root: Path) -> str:
 
 
 def _walk_tree(root: Path, deadline: float) -> Iterator[Path]:
-    """Yield everything below ``root``. Unlike ``Path.rglob``, this does not recurse, so the tree can be deep."""
+    """Yield everything in ``root``. Unlike ``Path.rglob``, this does not recurse, so the tree can be deep."""
     directories = [root]
     count = 0
     while directories:

@@ -90,7 +90,9 @@ def check_tag(tag: str) -> str:
             "letter or digit"
         )
     if _is_uuid(tag):
-        raise ValueError(f"the tag {short_tag!r} is not allowed, because build ids look like this: choose another tag")
+        raise ValueError(
+            f"the tag {short_tag!r} is not allowed, because build ids look like this: choose a different tag"
+        )
     return tag
 
 
@@ -118,7 +120,7 @@ class _Part(BaseModel):
 class _Record(_Part):
     format: int = FORMAT
     generation: int = Field(default=0, ge=0)
-    """The number of changes since the object was created. A saved plan uses it to detect changes by others."""
+    """The number of changes since the object was created. A saved plan uses it to detect changes by other clients."""
 
     @model_validator(mode="before")
     @classmethod
@@ -209,7 +211,7 @@ class Volume(_Record):
     from_snapshot: str = ""
     """Id of the volume snapshot that it was created from; empty if it was created empty."""
     owner: str = ""
-    """The sandbox that this clone was created for. The clone is removed with the last sandbox that mounts it.
+    """The sandbox that this clone was created for. The clone is removed when no sandbox mounts it any longer.
 
     Empty: the volume is kept until it is deleted.
     """
@@ -314,7 +316,7 @@ class SnapshotKind(StrEnum):
     PAUSE = "pause"
     """The snapshot from which a paused sandbox resumes; hidden, and owned by that sandbox."""
     TRANSIENT = "transient"
-    """The capture from which clones are forked; hidden, and removed with its last fork."""
+    """The capture from which clones are forked; hidden, and removed when its last fork is removed."""
 
 
 class MemoryMode(StrEnum):
@@ -361,7 +363,7 @@ class StartCommand(_Part):
     """The command that a build starts in a template before the capture, and the probe that it then waits for."""
 
     command: str = ""
-    """That of the recipe, of its image, or of the template that it starts from. Empty: none."""
+    """The command of the recipe, of its image, or of the template that it starts from. Empty: none."""
     ready_probe: str = ""
     ready_timeout: float = 60
     """In seconds."""
@@ -395,14 +397,14 @@ class Snapshot(_Record):
     prewarm: int = Field(default=0, ge=0)
     """The number of forks to keep ready."""
     doomed: bool = False
-    """Whether it was deleted with ``when=unused``. It is then hidden, and is removed with its last user."""
+    """Whether it was deleted with ``when=unused``. It is then hidden until its last user is removed."""
     memory: MemoryMode = MemoryMode.NONE
     memory_bytes_written: int = 0
     disk_bytes_unique: int = 0
     pause_ms: float = 0.0
     resources: Resources = Field(default_factory=Resources)
     mounts: list[Mount] = Field(default_factory=list)
-    """The mounts of its source. Forks get the same mounts unless the request specifies others."""
+    """The mounts of its source. Forks get the same mounts unless the request specifies different ones."""
     volumes: list[VolumeCapture] = Field(default_factory=list)
     """The volumes that were captured in the same pause."""
     recipe_digest: str = ""
@@ -434,7 +436,7 @@ Record = Sandbox | Snapshot | Volume | VolumeSnapshot
 
 
 class NewerFormat(Exception):
-    """The error for a record from a newer release that this release cannot read.
+    """A record comes from a newer release, and this release cannot read it.
 
     The message is a clause that states the reason.
     """
@@ -499,7 +501,7 @@ def _share_keys(record: _Part) -> None:
 
 
 def _intern_field_names(part: _Part) -> None:
-    """Make a record share its set of field names with all others of its class, as if every field had been set."""
+    """Make a record share its set of field names with the other records of its class, as if all fields were set."""
     if not part.model_extra:
         object.__setattr__(part, "__pydantic_fields_set__", _get_field_names(type(part)))
 

@@ -32,14 +32,14 @@ class BackgroundTasks:
         return task
 
     async def wait(self, seconds: float | None = None) -> None:
-        """Wait until all tasks have ended, for at most ``seconds`` unless that is None."""
+        """Wait until all tasks have finished, for at most ``seconds`` unless that is None."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(seconds):
                 while self._tasks:
                     await asyncio.wait(self._tasks)
 
     async def cancel(self) -> None:
-        """Cancel all tasks and wait until they have ended."""
+        """Cancel all tasks and wait until they have finished."""
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
@@ -70,7 +70,7 @@ async def finish_despite_cancellation(work: Awaitable[T]) -> T:
 
 
 async def wait_for_uninterruptible_tasks(seconds: float) -> bool:
-    """Wait until all work of ``finish_despite_cancellation`` in this event loop has ended.
+    """Wait until all work of ``finish_despite_cancellation`` in this event loop has finished.
 
     Returns False if work is still unfinished after ``seconds``. Call this before a shutdown: callers that were
     cancelled may no longer wait for their work.

@@ -161,7 +161,7 @@ def test_missing_duplicate_and_moved_records_are_refused(first: int, second: int
 
 
 def test_a_file_that_continues_after_its_end_is_refused() -> None:
-    with pytest.raises(Invalid, match="contains data after its end"):
+    with pytest.raises(Invalid, match="contains data after the end record"):
         decode_file(FILE + b"\0")
 
 

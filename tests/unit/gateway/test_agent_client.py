@@ -170,8 +170,8 @@ def test_identify_fails_immediately_if_the_machine_has_stopped(monkeypatch: pyte
         start_time = time.monotonic()
         fake_machine._listener.close()
         fake_machine._listener = socket.create_server((ADDRESS, 0))
-        with pytest.raises(BackendFailed, match="its machine ended"):
-            asyncio.run(fake_machine.identify(make_identity(), end_reason="its machine ended"))
+        with pytest.raises(BackendFailed, match="its machine stopped"):
+            asyncio.run(fake_machine.identify(make_identity(), end_reason="its machine stopped"))
     assert time.monotonic() - start_time < 1
 
 

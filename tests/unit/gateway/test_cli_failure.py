@@ -36,7 +36,7 @@ def get_in_use_hint(resource: str, *kinds: str, overrides: tuple[str, ...] = ())
     ],
 )
 def test_a_not_found_hint_names_the_command_that_lists_objects(details: dict[str, Any] | None, command: str) -> None:
-    assert get_hint("not_found", 404, details) == f"`sandboxctl {command}` shows the existing ones"
+    assert get_hint("not_found", 404, details) == f"`sandboxctl {command}` lists the existing ones"
 
 
 def test_a_snapshot_in_use_by_sandboxes_suggests_killing_them() -> None:

@@ -19,7 +19,7 @@ page_sets = st.sets(st.integers(0, PAGE_COUNT - 1))
 def make_runs(numbers: set[int]) -> Runs:
     mask = np.zeros(PAGE_COUNT, dtype=np.bool_)
     mask[sorted(numbers)] = True
-    return runs.make_runs_from_mask(mask, START_ADDRESS, 4096)
+    return runs.create_runs_from_mask(mask, START_ADDRESS, 4096)
 
 
 def list_page_numbers(page_runs: Runs) -> list[int]:
@@ -45,7 +45,7 @@ def test_a_union_contains_each_page_once(first_set: set[int], second_set: set[in
 
 @given(parts=st.lists(page_sets, max_size=6))
 def test_the_union_of_many_runs_equals_the_union_of_the_sets(parts: list[set[int]]) -> None:
-    page_runs = runs.make_empty_runs()
+    page_runs = runs.create_empty_runs()
     for part in parts:
         page_runs = runs.union(page_runs, make_runs(part))
     assert list_page_numbers(page_runs) == sorted(set().union(*parts))

@@ -211,7 +211,7 @@ async def test_invalid_messages_get_no_reply() -> None:
 
 async def test_no_resolver_remains_for_a_slot_that_is_removed_in_the_meantime(monkeypatch: pytest.MonkeyPatch) -> None:
     pool = slots.SlotPool(Network(dns=["9.9.9.9"]))
-    removed_slot = pool._slots[0] = pool._make_slot(0)
+    removed_slot = pool._slots[0] = pool._create_slot_record(0)
     endpoint = bind_socket()
 
     async def run_in_thread(*_: object) -> socket.socket:

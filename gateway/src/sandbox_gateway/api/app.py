@@ -37,7 +37,7 @@ _ERRORS: dict[int | str, dict[str, Any]] = {
         403: "The key's scope is not sufficient",
         404: "Not found",
         409: "In use, name taken, or in the wrong state",
-        410: "Deleted during the request, or the run that the request belongs to has ended",
+        410: "Deleted during the request, or the run that the request belongs to has finished",
         413: "Too large, or over a quota",
         429: "Busy: try again after the time in Retry-After. Without that header, the request has been carried out",
         500: "A backend failed, or the gateway has a bug",

@@ -49,7 +49,7 @@ class Refusal:
 class Body(BaseModel):
     """A request body.
 
-    Unknown fields are ignored, as the dialects' clients expect. The module ``unknown_fields`` warns about them, and
+    Unknown fields are ignored, as the dialects' clients expect. The ``unknown_fields`` module warns about them, and
     refuses the fields in ``refused_fields``. ``ignored_fields`` and ``refused_fields`` contain the JSON names of
     fields. tests/sdk/test_fields.py compares the fields with those of the published clients, and generates the tables
     in docs/.

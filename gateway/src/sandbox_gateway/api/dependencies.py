@@ -19,7 +19,7 @@ MAX_REF_LENGTH = 128
 
 
 async def _get_engine(request: Request) -> Engine:
-    """Return the engine for a request: that of its plan session, if it has one.
+    """Return the engine for a request. A request in a plan session uses the engine of that session.
 
     Raises NotFound, Unsupported, OverQuota.
     """

@@ -205,7 +205,7 @@ class ErrorMiddleware:
             )
             if status:
                 raise ConnectionError(f"incident {incident_id}") from error
-            await _make_incident_response(incident_id)(scope, receive, send_and_record)
+            await _build_incident_response(incident_id)(scope, receive, send_and_record)
         finally:
             self._record_request(scope, status, time.perf_counter() - started_at)
 
@@ -239,7 +239,7 @@ def _get_method(scope: Scope) -> str:
     return method
 
 
-def _make_incident_response(incident_id: str) -> JSONResponse:
+def _build_incident_response(incident_id: str) -> JSONResponse:
     return build_error_response(
         500,
         "internal",

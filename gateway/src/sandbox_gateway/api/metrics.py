@@ -173,7 +173,7 @@ class _Inventory(Collector):
             )
             yield GaugeMetricFamily(
                 "sandbox_gateway_zfs_slow_commands",
-                "ZFS commands that hang, or have been running for an unusually long time.",
+                "ZFS commands that are hung, or have been running for an unusually long time.",
                 len(commands.slow_commands),
             )
         usage_sums = sum_samples(self._engine.loads.list_current_samples())

@@ -25,12 +25,12 @@ Output = bytes | str
 MAX_UNSENT_BYTES = 512 << 20
 """Maximum memory for all large responses that clients with keys have not completely received.
 
-One key can use half of it, so that it does not prevent others from running commands. In addition, the Unix
+A single key can use only half of it, so that the users of other keys can still run commands. In addition, the Unix
 socket can use as much as one key.
 """
 MAX_UNSENT_BYTES_PER_SANDBOX = 192 << 20
-"""The same for the output of one sandbox. A single string of 48 MiB takes this much if one of its characters needs four
-bytes.
+"""The same limit for the output of one sandbox. A single string of 48 MiB takes this much memory if any of its
+characters needs four bytes.
 """
 _PIECE_BYTES = 32 << 10
 _MAX_UNSPLIT_BYTES = 16 << 10

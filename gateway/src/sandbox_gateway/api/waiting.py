@@ -1,4 +1,4 @@
-"""End slow operations and uploads when their client disconnects."""
+"""Cancel slow operations and uploads when their client disconnects."""
 
 from __future__ import annotations
 

@@ -317,4 +317,4 @@ def _find_failure_hint(error: Exception) -> str:
         return "run this as root, or as a member of the socket's group"
     if "certificate" in text:
         return "set SSL_CERT_FILE to the certificate of the authority that signed the gateway's certificate"
-    return "start the gateway (`sandbox-gateway serve --config FILE`), or specify another one with --url"
+    return "start the gateway (`sandbox-gateway serve --config FILE`), or specify a different gateway with --url"

@@ -58,9 +58,9 @@ def _find_hint(kind: str, blockers: Sequence[str], details: Mapping[str, Any]) -
     if kind == "in_use":
         return _find_in_use_hint(blockers, details)
     if kind == "not_found":
-        return f"`sandboxctl {_choose_list_command(details)}` shows the existing ones"
+        return f"`sandboxctl {_choose_list_command(details)}` lists the existing ones"
     hint_by_kind = {
-        "name_taken": "choose another name, or delete the object that has this name",
+        "name_taken": "choose a different name, or delete the object that has this name",
         "unauthorized": "set SANDBOX_GATEWAY_TOKEN, or specify a file that contains the key with --token-file",
         "forbidden": "use a key with a wider scope",
         "busy": "try again in a moment",

@@ -109,7 +109,7 @@ def build_size_fields(cpus: int | None, memory: str, disk: str) -> dict[str, int
 
 def build_mount_fields(volumes: list[str], no_volumes: bool) -> list[dict[str, Any]]:
     if volumes and no_volumes:
-        raise Failure("--volume and --no-volumes are mutually exclusive", ExitCode.USAGE, "leave one of them out")
+        raise Failure("--volume and --no-volumes are mutually exclusive", ExitCode.USAGE, "omit one of them")
     return [formats.parse_mount(volume) for volume in volumes]
 
 

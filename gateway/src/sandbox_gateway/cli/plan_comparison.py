@@ -1,6 +1,6 @@
 """Compare two plans.
 
-Two check runs of the same playbook differ in their times, and can differ in the order in which they run tasks on
+Two check-mode runs of the same playbook differ in their times, and can differ in the order in which they run tasks on
 different hosts. The comparison ignores both. Planned ids are numbered in this order, so the comparison replaces them
 with the names of their objects.
 """
@@ -30,7 +30,7 @@ class ChangeDifference:
 
     side: Side
     change: PlannedChange
-    """If both plans have the change, that of the new plan."""
+    """The new plan's change, if both plans have it."""
     properties: tuple[str, ...] = ()
 
 
@@ -50,7 +50,7 @@ class TaskDifference:
 
     side: Side
     entry: Entry
-    """If both plans have the task, that of the new plan."""
+    """The new plan's entry, if both plans have the task."""
     properties: tuple[str, ...] = ()
 
 
@@ -215,7 +215,7 @@ def _compare_tasks(
 
 
 def _describe_task(entry: Entry, different_objects: Set[tuple[str, str]]) -> dict[str, Any]:
-    """Return the properties of a task that the comparison of changes and versions does not cover."""
+    """Return the properties of a task, without those that are compared as changes or versions."""
     return {
         "path": entry.path,
         "actions": [

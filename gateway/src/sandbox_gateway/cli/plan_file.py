@@ -1,4 +1,4 @@
-"""Read plan files, which Ansible's callback `grove.sandbox.plan` writes at the end of a check run.
+"""Read plan files, which Ansible's callback `grove.sandbox.plan` writes at the end of a check-mode run.
 
 This module imports pydantic, which loads slowly: import it only where a plan file is read.
 """
@@ -137,7 +137,7 @@ class Action(_Part):
 
 
 class PredictedFailure(_Part):
-    """The failure of a task in the check run. ``status`` is that of the response, or None if there was none."""
+    """The failure of a task in the check-mode run. ``status``: the HTTP status, or None if there was no response."""
 
     kind: Name
     message: Text
@@ -325,7 +325,7 @@ def _is_shallow(document: Any) -> bool:
 
 
 def _check_format(path: Path, document: Mapping[str, Any]) -> None:
-    """Raise Failure if another release made the plan. Its other keys may then also differ."""
+    """Raise Failure if a different release made the plan, because its other keys may then differ too."""
     number = document.get("format")
     if type(number) is not int or number < 1:
         raise _create_invalid_failure(path, _format_wrong_value("format", "a positive integer", number))

@@ -1,4 +1,4 @@
-"""Commands for plan files, which Ansible writes at the end of a check run. They do not contact a gateway."""
+"""Commands for plan files, which Ansible writes at the end of a check-mode run. They do not contact a gateway."""
 
 from __future__ import annotations
 

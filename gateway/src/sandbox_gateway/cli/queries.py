@@ -82,5 +82,5 @@ def show_health(settings: Settings) -> None:
         if stalled_ids := room["stalled"]:
             print(f"stopped, because the disk has no space left: {', '.join(stalled_ids)}")
     for each in health.get("slowCommands", []):
-        state = "hanging in the kernel" if each["wasKilled"] else "running"
+        state = "stuck in the kernel" if each["wasKilled"] else "running"
         print(f"has been {state} since {each['since']}: {each['command']} {each['dataset']}")

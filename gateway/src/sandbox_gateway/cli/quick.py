@@ -1,7 +1,7 @@
 """Parse the command lines of queries without the command-line library.
 
-``parse`` understands only complete and correct command lines. All others, such as those with `--help` or an unknown
-option, are left to `app`, which has the same commands and reports errors.
+``parse`` understands only complete and correct command lines. All other command lines, such as those with `--help` or
+an unknown option, are left to `app`, which has the same commands and reports errors.
 """
 
 from __future__ import annotations

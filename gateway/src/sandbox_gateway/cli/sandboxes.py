@@ -118,7 +118,7 @@ def exec_(
         str, typer.Option("--timeout", metavar="TIME", help="Stop the program after 90s, 10m, …")
     ] = "never",
     stdin: Annotated[
-        bool, typer.Option("--stdin", "-i", help="Forward standard input, which is read to its end first.")
+        bool, typer.Option("--stdin", "-i", help="Read all of standard input, then pass it to the program.")
     ] = False,
     as_json: Json = False,
 ) -> None:
@@ -268,7 +268,7 @@ def promote(
 
 
 def print_forks(forks: dict[str, Any], as_json: bool) -> None:
-    """Print the new forks. Exits with code 1 if some could not be created."""
+    """Print the new forks. Exits with code 1 if any could not be created."""
     render.print_json(forks) if as_json else render.print_sandboxes(forks["sandboxes"])
     if not forks["errors"]:
         return
@@ -278,7 +278,7 @@ def print_forks(forks: dict[str, Any], as_json: bool) -> None:
 
 
 def raise_first_failure(failures: list[Failure]) -> None:
-    """Raise the first failure, after printing the messages of all others. Do nothing if there are none."""
+    """Raise the first failure, after printing the messages of the other failures. Do nothing if there are none."""
     for failure in failures[1:]:
         render.print_note(f"sandboxctl: {failure.message}")
     if failures:

@@ -85,7 +85,7 @@ def _output_opened(file: str) -> Iterator[Callable[[bytes], object]]:
         return
     final_path = Path(file)
     if final_path.exists():
-        raise Failure(f"{file} already exists", ExitCode.USAGE, "choose another file, or remove it first")
+        raise Failure(f"{file} already exists", ExitCode.USAGE, "choose a different file, or remove it first")
     partial_path = final_path.with_name(f".{final_path.name}.partial")
     with _errors_explained("write", file):
         descriptor = _open_partial_file(partial_path)
@@ -124,7 +124,7 @@ def _open_partial_file(path: Path) -> int:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
             if not is_new:
                 _require_own_file(path, descriptor)
-            # An export that has just ended may have removed or renamed the file.
+            # An export that has just finished may have removed or renamed the file.
             with contextlib.suppress(FileNotFoundError):
                 if os.path.samestat(path.lstat(), os.fstat(descriptor)):
                     os.fchmod(descriptor, 0o600)

@@ -13,7 +13,10 @@ from sandbox_gateway.cli.sandboxes import print_forks, raise_first_failure
 
 app = typer.Typer(help="Capture sandboxes, and fork snapshots.", no_args_is_help=True, rich_markup_mode=None)
 WhenUnused = Annotated[
-    bool, typer.Option("--when-unused", help="If the object is in use, hide it now and delete it with its last user.")
+    bool,
+    typer.Option(
+        "--when-unused", help="If the object is in use, hide it now and delete it when its last user is deleted."
+    ),
 ]
 
 
@@ -185,7 +188,7 @@ def import_(
     ] = "",
     trust: Annotated[
         list[str] | None,
-        typer.Option("--trust", metavar="FINGERPRINT", help="Accept a file that another gateway has signed."),
+        typer.Option("--trust", metavar="FINGERPRINT", help="Accept a file that a different gateway has signed."),
     ] = None,
     as_json: Json = False,
 ) -> None:
@@ -231,7 +234,7 @@ def delete_objects(ctx: typer.Context, kind: str, refs: list[str], when_unused: 
             failures.append(failure)
             continue
         if response:  # the object is still in use, so it was only hidden
-            render.print_note(f"{ref} is hidden; it is deleted with its last user ({', '.join(response['blockers'])})")
+            render.print_note(f"{ref} is hidden until its last user is deleted ({', '.join(response['blockers'])})")
     raise_first_failure(failures)
 
 

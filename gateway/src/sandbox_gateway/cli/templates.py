@@ -136,7 +136,7 @@ def delete(
 
 
 def _wait_for_build(client: Any, build: dict[str, Any]) -> None:
-    """Print the build's log until the build ends. Raises Failure if the build failed."""
+    """Print the build's log until the build finishes. Raises Failure if the build failed."""
     from sandbox_gateway.cli.progress import follow_log
 
     route = f"/templates/{build['templateID']}/builds/{build['buildID']}"

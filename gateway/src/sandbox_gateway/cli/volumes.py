@@ -205,7 +205,7 @@ def import_(
     ] = "",
     trust: Annotated[
         list[str] | None,
-        typer.Option("--trust", metavar="FINGERPRINT", help="Accept a file that another gateway has signed."),
+        typer.Option("--trust", metavar="FINGERPRINT", help="Accept a file that a different gateway has signed."),
     ] = None,
     as_json: Json = False,
 ) -> None:

@@ -217,7 +217,7 @@ class AgentClient:
         """Send a POST request with a JSON body, or a GET request if ``body`` is None. Return the JSON of the response.
 
         ``max_bytes``: maximum length of the response. Raises Invalid if the agent refuses the request as invalid,
-        Timeout if it does not respond within ``seconds``, and BackendFailed if the request fails for another reason.
+        Timeout if it does not respond within ``seconds``, and BackendFailed if the request fails for any other reason.
         """
         try:
             async with asyncio.timeout(seconds):
@@ -237,7 +237,7 @@ class AgentClient:
             ) from None
 
     async def set_mounts(self, mounts: Sequence[GuestMount], *, seconds: float) -> None:
-        """Make the agent mount exactly ``mounts``, in this order. If a mount fails, undo the new ones."""
+        """Make the agent mount exactly ``mounts``, in this order. If a mount fails, undo the new mounts."""
         entries = [
             {
                 "path": each.path,
@@ -335,7 +335,7 @@ class AgentClient:
             ) from None
         except ValueError:
             raise guest_json.create_invalid_response_error("sent invalid command output") from None
-        raise guest_json.create_invalid_response_error("closed the command's output before the command ended")
+        raise guest_json.create_invalid_response_error("closed the command's output before the command exited")
 
     async def start_background_command(self, command: str) -> None:
         """Start ``/bin/sh -c command`` as root and leave it running."""
@@ -357,7 +357,7 @@ class AgentClient:
         """
         target = f"/files?{urlencode({'path': path, 'username': 'root'})}"
         connection = h11.Connection(h11.CLIENT)
-        head = self._make_request(target, size, "application/octet-stream")
+        head = self._build_request(target, size, "application/octet-stream")
         try:
             async with asyncio.timeout(seconds):
                 reader, writer = await open_connection(self._address, AGENT_PORT)
@@ -439,14 +439,14 @@ class AgentClient:
     ) -> AsyncIterator[bytes]:
         """Send one request and yield the body of the response, which is untrusted because it comes from the sandbox."""
         connection = h11.Connection(h11.CLIENT)
-        request = self._make_request(path, None if body is None else len(body), content_type)
+        request = self._build_request(path, None if body is None else len(body), content_type)
         events = [request, h11.Data(data=body or b""), h11.EndOfMessage()]
         writer.write(b"".join(connection.send(event) or b"" for event in events))
         await writer.drain()
         async for data in self._read_response(connection, reader, path):
             yield data
 
-    def _make_request(self, path: str, body_size: int | None, content_type: str) -> h11.Request:
+    def _build_request(self, path: str, body_size: int | None, content_type: str) -> h11.Request:
         """Return the head of a POST request, or of a GET request if ``body_size`` is None."""
         headers = [("Host", "agent")]
         if body_size is not None:

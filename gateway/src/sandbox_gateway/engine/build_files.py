@@ -24,11 +24,11 @@ from sandbox_gateway.errors import BackendFailed, Conflict, NoSpace, OverQuota
 from sandbox_gateway.log import Logger
 from sandbox_gateway.tasks import finish_despite_cancellation
 
-_MAX_STORED_ARCHIVES = 4
+_MAX_TOTAL_SIZE_FACTOR = 4
 """The maximum total size of all archives, as a multiple of the maximum size of one."""
 _MAX_UNUSED_SECONDS = 86400
 _MIN_KEEP_SECONDS = 3600
-"""An archive that was used within this time is not removed to make room for others: its build may be about to start."""
+"""An archive that was used within this time is not removed to make room: its build may be about to start."""
 _SWEEP_INTERVAL_SECONDS = 3600
 _PIECE_BYTES = 1 << 20
 _PARTIAL_PREFIX = ".partial-"
@@ -72,7 +72,7 @@ class BuildFiles:
             try:
                 await asyncio.to_thread(self._remove_unused_archives)
             except OSError as error:
-                log.error("unused archives not removed", reason=str(error))
+                log.error("unused archives could not be removed", reason=str(error))
             await asyncio.sleep(_SWEEP_INTERVAL_SECONDS)
 
     def _remove_unused_archives(self) -> None:
@@ -143,7 +143,7 @@ class BuildFiles:
         excess = (
             sum(status.st_size for _, status in archives)
             + self._uploading_bytes
-            - _MAX_STORED_ARCHIVES * self._max_bytes
+            - _MAX_TOTAL_SIZE_FACTOR * self._max_bytes
         )
         for path, status in archives:
             if excess <= 0 or time.time() - status.st_mtime < _MIN_KEEP_SECONDS:
@@ -153,7 +153,7 @@ class BuildFiles:
         if excess > 0:
             raise OverQuota(
                 f"the archives that builds have used within the last hour would take up more than "
-                f"{_MAX_STORED_ARCHIVES * self._limit_mb} MiB, four times limits.upload_mb: try again later, or "
+                f"{_MAX_TOTAL_SIZE_FACTOR * self._limit_mb} MiB, four times limits.upload_mb: try again later, or "
                 "raise that limit"
             )
 
@@ -171,8 +171,8 @@ def _flush(file: BinaryIO) -> None:
 
 def _create_missing_error(digest: str) -> Conflict:
     return Conflict(
-        f"the files of a COPY step (digest {digest}) are not stored on this gateway, which removes them when no build "
-        "has used them for a day: build the template again with the client, which uploads them"
+        f"the archive of a COPY step (digest {digest}) is not stored on this gateway, which removes archives that no "
+        "build has used for a day: build the template again with the client, so that it uploads the files"
     )
 
 

@@ -15,7 +15,7 @@ from sandbox_gateway.engine.names import create_build_id
 from sandbox_gateway.records import now
 
 _MAX_BYTES = 1 << 20
-_LAST_LINE_COUNT = 40
+_MAX_TAIL_LINES = 40
 MAX_LINE_LENGTH = 2000
 
 
@@ -50,7 +50,7 @@ class Build:
     started_at: datetime = field(default_factory=now)
     _size: int = 0
     _omitted_count: int = 0
-    _last_lines: deque[LogLine] = field(default_factory=lambda: deque(maxlen=_LAST_LINE_COUNT))
+    _last_lines: deque[LogLine] = field(default_factory=lambda: deque(maxlen=_MAX_TAIL_LINES))
     _update_event: asyncio.Event = field(default_factory=asyncio.Event)
 
     @property
@@ -71,7 +71,7 @@ class Build:
         )
 
     def log(self, line: str) -> None:
-        """Append a line. The log keeps its first ``_MAX_BYTES`` bytes and its last ``_LAST_LINE_COUNT`` lines."""
+        """Append a line. The log keeps its first ``_MAX_BYTES`` bytes and its last ``_MAX_TAIL_LINES`` lines."""
         log_line = LogLine(remove_control_characters(line[:MAX_LINE_LENGTH]).rstrip(), now())
         self._size += sum(map(sys.getsizeof, (log_line, *log_line)))
         if self._size <= _MAX_BYTES:
@@ -85,7 +85,7 @@ class Build:
         """Append lines. Of the lines that the log omits, process only the last ones: a guest can send millions."""
         for number, line in enumerate(lines):
             if self._size > _MAX_BYTES:
-                skipped_count = max(0, len(lines) - number - _LAST_LINE_COUNT)
+                skipped_count = max(0, len(lines) - number - _MAX_TAIL_LINES)
                 self._omitted_count += skipped_count
                 for last_line in lines[number + skipped_count :]:
                     self.log(last_line)
@@ -107,7 +107,7 @@ class Build:
         return [line.text for line in self.log_lines]
 
     async def follow(self, start: int = 0) -> AsyncIterator[str]:
-        """Yield the lines of the log from index ``start`` on, until the build ends."""
+        """Yield the lines of the log from index ``start`` on, until the build finishes."""
         position = start
         while True:
             update_event = self._update_event

@@ -115,7 +115,7 @@ class Captures:
         return snapshot
 
     def _require_mounted_volumes(self, sandbox: Sandbox, refs: Iterable[str]) -> list[str]:
-        """Return the ids of the volumes in ``refs``. Raises Invalid if ``sandbox`` does not mount one of them."""
+        """Return the ids of the volumes in ``refs``. Raises Invalid unless ``sandbox`` mounts all of them."""
         volumes = [self._index.get_volume(ref) for ref in refs]
         for volume in volumes:
             if all(mount.volume != volume.id for mount in sandbox.mounts):

@@ -62,7 +62,7 @@ class Collector:
 
     async def _collect_snapshots(self) -> None:
         for id in [each.id for each in self._index.list_grouped_snapshots(self._index.collectable_ids)]:
-            # Read the record late, because removing one snapshot changes the records of others.
+            # Read the record late, because removing one snapshot changes the records of other snapshots.
             snapshot = self._index.snapshots.get(id)
             if snapshot is None or not self._backoff.is_due(id) or not self._references.can_collect_snapshot(snapshot):
                 continue

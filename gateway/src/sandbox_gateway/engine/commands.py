@@ -37,7 +37,7 @@ class Commands:
         timeout: float = 60,
         stdin: bytes | None = None,
     ) -> ExecResult:
-        """Run a program and wait until it ends, for at most ``timeout`` seconds."""
+        """Run a program and wait until it exits, for at most ``timeout`` seconds."""
         sandbox = self._context.require_running(ref)
         execution = self._agents.create_client(sandbox).exec(
             args, env=env, cwd=cwd, user=user, timeout=timeout, stdin=stdin

@@ -11,7 +11,7 @@ Key = tuple[datetime, str]
 
 
 class CreationOrder:
-    """The keys of objects, oldest first. Adding the newest key does not move the others."""
+    """The keys of objects, oldest first. Adding the newest key does not move the other keys."""
 
     def __init__(self, keys: Iterable[Key] = ()) -> None:
         self._keys = sorted(keys)

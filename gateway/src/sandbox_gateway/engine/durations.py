@@ -30,7 +30,7 @@ class Measurement:
     """One execution of an operation.
 
     ``memory``: the memory mode of the snapshot that was taken or started from, or "" if there was none, or if the
-    operation ended before the mode was known. ``outcome``: "ok", "refused", "failed" or "cancelled".
+    operation finished before the mode was known. ``outcome``: "ok", "refused", "failed" or "cancelled".
     """
 
     operation: str
@@ -93,7 +93,7 @@ def measured(
 ) -> Callable[[Callable[Concatenate[_G, _P], Awaitable[_R]]], Callable[Concatenate[_G, _P], Coroutine[Any, Any, _R]]]:
     """Decorate a method that carries out ``operation``, so that each call is measured.
 
-    If the method returns errors in a list, the outcome is that of the first one.
+    If the method returns a list that contains errors, the first error determines the outcome.
     """
 
     def decorate(

@@ -45,7 +45,7 @@ class Expiry:
         await self._collector.retry()
 
     def _expire_sandboxes(self, current_time: datetime) -> None:
-        """Expire sandboxes in background tasks, so that a busy sandbox does not delay the others."""
+        """Expire sandboxes in background tasks, so that a busy one does not delay the other sandboxes."""
         for sandbox in self._index.sandboxes.values():
             if (
                 has_expired(sandbox, current_time)

@@ -82,7 +82,7 @@ class Forks:
 
     @measured("sandbox.clone")
     async def clone(self, ref: str, spec: ForkSpec) -> list[Sandbox | GatewayError]:
-        """Capture a sandbox and fork the capture ``spec.count`` times. The capture is removed with its last user.
+        """Capture a sandbox and fork the capture ``spec.count`` times. The capture is removed once it is unused.
 
         The capture includes the volumes that are cloned for each fork.
         """

@@ -10,7 +10,7 @@ from typing import NamedTuple, TypeVar
 
 from sandbox_gateway.engine.creation_order import CreationOrder, Key
 from sandbox_gateway.engine.id_groups import IdGroups
-from sandbox_gateway.engine.names import find_template_id, remove_default_tag, shorten, split_tag
+from sandbox_gateway.engine.names import parse_build_id, remove_default_tag, shorten, split_tag
 from sandbox_gateway.engine.own_changes import count_change
 from sandbox_gateway.errors import NameTaken, NotFound
 from sandbox_gateway.records import (
@@ -242,7 +242,7 @@ class Index:
                 f"{name!r} ({self.find_owner(name) or 'being created'})" for name in dict.fromkeys(taken_names)
             )
             raise NameTaken(
-                f"the name is already in use: {conflicts}. Choose another name, or remove the object that uses it",
+                f"the name is already in use: {conflicts}. Choose a different name, or remove the object that uses it",
                 blockers=[owner for name in taken_names if (owner := self.find_owner(name))],
             )
         self._reserved_names.update(requested_names)
@@ -299,7 +299,7 @@ class Index:
         id = name if name in self.snapshots else self._names.get(name, "")
         if not id:
             base_name, tag = split_tag(name)
-            template = self.snapshots.get(find_template_id(tag))
+            template = self.snapshots.get(parse_build_id(tag))
             if template is not None and base_name in (split_tag(each)[0] for each in _list_names(template)):
                 id = template.id
         return id
@@ -353,7 +353,7 @@ class Index:
 
 
 def is_removed_when_unused(snapshot: Snapshot) -> bool:
-    """Return whether a snapshot is removed with its last user, because it was deleted or captured for a clone."""
+    """Return whether a snapshot is removed once it is unused, because it was deleted or captured for a clone."""
     return snapshot.doomed or snapshot.kind is SnapshotKind.TRANSIENT
 
 

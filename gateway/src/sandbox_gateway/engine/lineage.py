@@ -18,7 +18,7 @@ MAX_TREE_DEPTH = 100
 def build_trees(index: Index, root: str | None = None) -> Trees:
     """Return the trees of templates, snapshots and sandboxes as nested dictionaries.
 
-    ``root``: return only the tree below this object. Raises NotFound if ``root`` does not exist, and Invalid if a
+    ``root``: return only the tree under this object. Raises NotFound if ``root`` does not exist, and Invalid if a
     tree is deeper than ``MAX_TREE_DEPTH``.
     """
     trees: Trees = []
@@ -29,7 +29,7 @@ def build_trees(index: Index, root: str | None = None) -> Trees:
         if depth >= MAX_TREE_DEPTH:
             raise Invalid(
                 f"the lineage is deeper than {MAX_TREE_DEPTH} levels, and most JSON parsers reject that: request it "
-                "as a list (flat=true), or request the tree below one object (root)"
+                "as a list (flat=true), or request the tree under one object (root)"
             )
         node["children"] = []
         (path[-1]["children"] if path else trees).append(node)
@@ -70,11 +70,11 @@ def _read_records(index: Index) -> dict[str, Sandbox | Snapshot]:
 
 
 def _find_parent(record: Sandbox | Snapshot, records: Mapping[str, Any]) -> str:
-    """Return the id of the object below which ``record`` is shown in the lineage, or "" if it is a root."""
+    """Return the id of the object under which ``record`` is shown in the lineage, or "" if it is a root."""
     if isinstance(record, Sandbox):
         ancestor_ids = [record.forked_from, record.template_id]
     else:
-        # A snapshot whose source was removed is shown below its own parent.
+        # A snapshot whose source was removed is shown under its own parent.
         ancestor_ids = [record.source_sandbox, record.parent, record.origin]
     return next((each for each in ancestor_ids if each in records and each != record.id), "")
 

@@ -117,7 +117,7 @@ class MachineLifecycle:
             await self._host.stop(sandbox)
 
     async def mark_stopped(self, sandbox: Sandbox, reason: str) -> None:
-        """Record that a sandbox's machine has stopped. The sandbox becomes paused, and resumes from its own disk."""
+        """Mark a sandbox as paused, because its machine has stopped. It resumes from its own disk."""
         reason = remove_control_characters(reason)
         log.warning("sandbox stopped", sandbox=sandbox.id, reason=reason)
         await self._host.stop(sandbox)
@@ -151,4 +151,4 @@ class MachineLifecycle:
     async def _mark_stopped_if_current(self, id: str, instance: str) -> None:
         async with self._locking.sandbox_locked(id) as sandbox:
             if sandbox.instance == instance and sandbox.state is SandboxState.RUNNING:
-                await self.mark_stopped(sandbox, self._host.end_reason(sandbox) or "its machine ended")
+                await self.mark_stopped(sandbox, self._host.end_reason(sandbox) or "its machine stopped")

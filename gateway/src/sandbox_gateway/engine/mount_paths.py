@@ -10,9 +10,9 @@ from sandbox_gateway.errors import Invalid
 _MAX_PATH_LENGTH = 255
 _PATH_PATTERN = re.compile(r"(/[A-Za-z0-9_.@+:=-]+)+")
 _SYSTEM_DIRECTORIES = ("/proc", "/sys", "/dev", "/run")
-"""Volumes cannot be mounted on or below these directories."""
+"""Volumes cannot be mounted on or under these directories."""
 _TOP_LEVEL_DIRECTORIES = ("/etc", "/usr", "/bin", "/sbin", "/lib", "/boot", "/root", "/home", "/var", "/tmp")
-"""Volumes cannot be mounted on these directories, but they can be mounted below them."""
+"""Volumes cannot be mounted on these directories, but they can be mounted under them."""
 
 
 def check_mount_paths(paths: Iterable[str]) -> None:
@@ -39,4 +39,6 @@ def _check_path(path: str) -> None:
             f"a volume cannot be mounted at {short_path!r}: use a path of at most {_MAX_PATH_LENGTH} characters"
         )
     if path in _TOP_LEVEL_DIRECTORIES or f"/{parts[1]}" in _SYSTEM_DIRECTORIES:
-        raise Invalid(f"a volume cannot be mounted at {short_path!r}, which the system needs: choose another directory")
+        raise Invalid(
+            f"a volume cannot be mounted at {short_path!r}, which the system needs: choose a different directory"
+        )

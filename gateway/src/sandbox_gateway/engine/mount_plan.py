@@ -30,7 +30,7 @@ class PlannedMount:
     path: str
     read_only: bool
     source: VolumeSnapshot | None = None
-    """The snapshot that each sandbox mounts its own clone of. None: all sandboxes mount the volume itself."""
+    """Each sandbox mounts its own clone of this snapshot. None: all sandboxes mount the volume itself."""
 
 
 class MountPlanner:

@@ -31,7 +31,7 @@ def remove_default_tag(name: str) -> str:
 
 
 def split_tag(name: str) -> tuple[str, str]:
-    """Return the parts of NAME:TAG. The tag of NAME is "default"."""
+    """Return the name and the tag in NAME:TAG. A name without a tag has the tag "default"."""
     base_name, _, tag = name.partition(TAG_SEPARATOR)
     return base_name, tag or DEFAULT_TAG
 
@@ -41,8 +41,8 @@ def create_build_id(template_id: str) -> str:
     return str(UUID(int=int(template_id, 16)))
 
 
-def find_template_id(build_id: str) -> str:
-    """Return the id of the template with this build id, which may not exist, or "" if it is not a build id."""
+def parse_build_id(build_id: str) -> str:
+    """Return the template id in a build id, or "" if ``build_id`` is malformed. The template need not exist."""
     template_id = build_id[-12:]
     try:
         return template_id if create_build_id(template_id) == build_id else ""

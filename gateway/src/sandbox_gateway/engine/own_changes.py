@@ -13,7 +13,9 @@ from sandbox_gateway.records import Record
 
 _MIN_PRUNE_COUNT = 1000
 _MAX_SPANS = 100
-"""If others change an object more often than this between a run's changes, later ones by the run count as theirs."""
+"""If other clients change an object more often than this between a run's changes, the run's later changes count as
+theirs.
+"""
 
 
 class OwnChanges:
@@ -41,7 +43,7 @@ class OwnChanges:
     def count(self, id: str, generation: int) -> int:
         """Return how many of an object's changes up to ``generation`` the run made itself.
 
-        ``generation`` is that of the record that a request has read. The run may have changed the object since.
+        ``generation``: the generation of the record that a request has read. The run may have changed the object since.
         """
         return sum(min(after, generation) - before for before, after in self._spans.get(id, ()) if before < generation)
 

@@ -109,7 +109,7 @@ class PrewarmPool:
         if not 0 <= count <= maximum:
             raise Invalid(f"a prewarm count of {count} is out of range: use 0 to {maximum} (prewarm.maximum)")
         if count and not self._host.abilities.prewarm:
-            raise Unsupported(f"a {self._host.kind} host cannot prewarm forks: leave prewarm out, or set it to 0")
+            raise Unsupported(f"a {self._host.kind} host cannot prewarm forks: omit prewarm, or set it to 0")
         if count and not memory:
             raise Unsupported(
                 "a snapshot without memory cannot be prewarmed, because its forks must boot: take a snapshot with "

@@ -137,7 +137,7 @@ class References:
         return [] if self._host.abilities.independent_snapshots else self.list_clones(snapshots)
 
     def _find_blocking_snapshots(self, snapshots: Iterable[VolumeSnapshot]) -> list[Snapshot]:
-        """Return the sandbox snapshots that include one of ``snapshots``, except transient ones."""
+        """Return the sandbox snapshots that include any of ``snapshots``, except transient ones."""
         ids = {snapshot.id for snapshot in snapshots}
         return [
             each

@@ -95,7 +95,7 @@ class RoomMonitor:
         """
         if self._room_task is None or self._room_task.done():
             self._room_task = asyncio.ensure_future(self._host.room())
-            # Without this, an exception that no caller waits for any more would never be retrieved.
+            # Retrieve an exception even if all callers have given up waiting for it.
             self._room_task.add_done_callback(lambda reading: reading.cancelled() or reading.exception())
         try:
             async with asyncio.timeout(_REPORT_TIMEOUT_SECONDS):

@@ -50,7 +50,7 @@ def load_secret(path: Path, remedy_without_backup: str = _REMEDY_WITHOUT_BACKUP)
             f"the secret file {path} is {len(secret)} bytes long instead of {_SECRET_LENGTH}: restore it from a "
             f"backup. If there is no backup, remove the file, start the gateway, and {remedy_without_backup}"
         )
-    # A check run reads a secret, too, and must not change anything.
+    # `sandbox-gateway check` also reads the secret, and should change nothing.
     if stat.S_IMODE(path.stat().st_mode) != _MODE:
         path.chmod(_MODE)
     return secret

@@ -67,7 +67,7 @@ class Snapshots:
         return Counter(each.kind.value for each in self._index.snapshots.values() if not each.is_hidden)
 
     def build_lineage(self, root: str | None = None) -> Trees:
-        """Return the trees of templates, snapshots and sandboxes: all trees, or only the one below ``root``.
+        """Return the trees of templates, snapshots and sandboxes: all trees, or only the one under ``root``.
 
         Raises Invalid if a tree is too deep.
         """
@@ -97,7 +97,7 @@ class Snapshots:
         """Capture a running sandbox. The sandbox keeps running.
 
         ``memory``: "auto" captures the memory if the host supports this, "none" captures only the disk. ``volumes``:
-        names or ids of mounted volumes to capture in the same pause. If one of them cannot be captured, no snapshot is
+        names or ids of mounted volumes to capture in the same pause. If any of them cannot be captured, no snapshot is
         created. ``retention``: the rule for this snapshot and for all earlier snapshots of the sandbox that also have a
         rule, which is applied before this returns. ``prewarm``: the number of forks to keep ready.
         """
@@ -136,8 +136,8 @@ class Snapshots:
     async def delete(self, ref: str, *, when_unused: bool = False) -> bool:
         """Remove a snapshot or template. Raises InUse, which lists all users, if it is in use.
 
-        ``when_unused``: instead of raising InUse, hide it now and remove it with its last user. Returns False if it is
-        hidden but not removed yet.
+        ``when_unused``: instead of raising InUse, hide it now and remove it when its last user is removed. Returns
+        False if it is hidden but not removed yet.
         """
         snapshot = self.get(ref)
         if refusal := self._references.find_snapshot_refusal(snapshot):

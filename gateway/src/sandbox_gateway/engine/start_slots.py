@@ -1,4 +1,4 @@
-"""Limit how many machines start at the same time, and give clients and their requests equal turns."""
+"""Limit concurrent machine starts, and give each client, and each request of a client, an equal share of them."""
 
 from __future__ import annotations
 

@@ -71,7 +71,7 @@ class TemplateBuilder:
             await clean_up(log, host.remove_snapshot(base))
 
     async def _build_from_template(self, build: Build, recipe: Recipe) -> Snapshot:
-        """Build a template from the disk of another one. Start that one's command if the recipe has none."""
+        """Build a template from the disk of a parent. If the recipe has no start command, start the parent's."""
         template = self._index.snapshots.get(build.source_digest)
         if template is None:
             raise NotFound("template", recipe.template)

@@ -59,7 +59,7 @@ class Templates:
         self._build_slots = asyncio.Semaphore(context.config.limits.builds)
 
     def copy_builds(self, other: Templates) -> None:
-        """Copy the builds of another engine. Those that have not ended are also carried out in this engine."""
+        """Copy the builds of another engine. Builds that have not finished are also carried out in this engine."""
         for build in other._builds.values():
             if build.status == "building":
                 build = build.copy_initial_state()
@@ -92,7 +92,7 @@ class Templates:
         digest_of_source = await self._digest_source(recipe, login)
         digest = recipe.compute_digest(await self.compute_guest_digest(), digest_of_source)
         if self._find_running_build(name, digest) is None and self._find_template(name, digest) is None:
-            # A refused build, unlike one that fails, leaves nothing behind, also in a plan session.
+            # A refused build leaves nothing behind, even in a plan session. A build that fails later remains.
             await self._builder.require_room()
         if (running_build := self._find_running_build(name, digest)) is not None:
             running_build.prewarm = running_build.prewarm if prewarm is None else prewarm
@@ -159,15 +159,15 @@ class Templates:
         return build if build and _is_template_of(build, template_ref) else None
 
     def require_known_template(self, ref: str) -> None:
-        """Raise NotFound if ``ref`` is neither a template nor the template of a build, which may not have started."""
+        """Raise NotFound unless ``ref`` is a template, or the template of a build, even of one that has not started."""
         announced_builds = (build for build, _ in self._announced_builds.values())
         if not any(_is_template_of(build, ref) for build in announced_builds):
             self.get_build(ref)
 
     def complete_recipe(self, recipe: Recipe, sizes: Sizes) -> Recipe:
-        """Return a recipe whose machine has the size of the template that it starts from, if it starts from one.
+        """Return a recipe, with missing sizes taken from the template that it starts from, if any.
 
-        ``sizes``: the sizes that the request named; they replace those of the template. Raises NotFound, Invalid.
+        ``sizes``: the sizes in the request, which override the template's. Raises NotFound, Invalid.
         """
         if recipe.source is not Source.TEMPLATE:
             return recipe
@@ -175,13 +175,13 @@ class Templates:
         resources = Resources(**{**template_sizes.model_dump(), **sizes})
         if resources.disk_mb < template_sizes.disk_mb:
             raise Invalid(
-                f"the disk of {resources.disk_mb} MiB is smaller than that of template {recipe.template!r}, which has "
-                f"{template_sizes.disk_mb} MiB: request at least {template_sizes.disk_mb} MiB"
+                f"the disk of {resources.disk_mb} MiB is smaller than the disk of template {recipe.template!r} "
+                f"({template_sizes.disk_mb} MiB): request at least {template_sizes.disk_mb} MiB"
             )
         return recipe.model_copy(update={"resources": resources})
 
     async def rebuild(self, ref: str) -> Build:
-        """Build a template again from its recipe, or return its build if a new one would not differ from it."""
+        """Build a template again from its recipe, or return its current build if a new one would not differ."""
         template = self.get(ref)
         if not template.recipe or not template.all_names:
             raise Conflict(
@@ -215,9 +215,9 @@ class Templates:
 
     @measured("template.alias")
     async def add_names(self, template_ref: str, names: Sequence[str]) -> Snapshot:
-        """Give a template names, each NAME or NAME:TAG. If another template has one of the names, it loses that name.
+        """Give a template names, each NAME or NAME:TAG. Names of other templates move to this one.
 
-        Raises NameTaken if an object of another kind has one of the names.
+        Raises NameTaken if an object of a different kind has any of the names.
         """
         names = list(dict.fromkeys(map(require_valid_template_name, names)))
         async with self._naming_lock:
@@ -243,14 +243,14 @@ class Templates:
         return renamed_template
 
     def list_tagged_names(self, ref: str) -> Sequence[tuple[str, Snapshot]]:
-        """Return a template's name with each of its tags, as NAME or NAME:TAG, and the template that has it.
+        """Return each NAME:TAG (or NAME, for the default tag) of a name, with the template to which it refers.
 
         ``ref``: a name, whose tag is ignored, or the id of a template that has only one name. Raises NotFound, Invalid.
         """
         return self._list_tagged_names(self._find_base_name(ref))
 
     async def assign_tags(self, ref: str, tags: Sequence[str]) -> Snapshot:
-        """Give a template tags of its name. The templates that have these tags lose them. Raises NotFound, Invalid.
+        """Assign tags to a template. Other templates of its name lose these tags. Raises NotFound, Invalid.
 
         ``ref``: NAME or NAME:TAG, or the id of a template that has only one name.
         """
@@ -260,7 +260,7 @@ class Templates:
 
     @measured("template.alias")
     async def remove_tags(self, ref: str, tags: Sequence[str]) -> None:
-        """Remove tags of a template's name. A template that has no other name is removed with its last user.
+        """Remove tags from a template's name. A template without any other name is removed once it is unused.
 
         ``ref``: a name, or the id of a template that has only one name. Raises NotFound for the tags that the name does
         not have, and Invalid for the tag "default".
@@ -270,7 +270,7 @@ class Templates:
         if DEFAULT_TAG in tags:
             raise Invalid(
                 f"the tag {DEFAULT_TAG!r} cannot be removed, because it is the name without a tag: delete the template "
-                "instead, or give the tag to another build"
+                "instead, or give the tag to a different build"
             )
         async with self._naming_lock:
             base_name = self._find_base_name(ref)
@@ -295,7 +295,7 @@ class Templates:
         base_names = sorted({split_tag(name)[0] for name in template.all_names})
         if len(base_names) != 1:
             names_text = ", ".join(base_names) or "none"
-            raise Invalid(f"tags belong to a name, and the names of template {ref!r} are: {names_text}. Send a name")
+            raise Invalid(f"tags belong to a name, but template {ref!r} has these names: {names_text}. Send one name")
         return base_names[0]
 
     def _list_tagged_names(self, base_name: str) -> Sequence[tuple[str, Snapshot]]:
@@ -307,7 +307,7 @@ class Templates:
         ]
 
     async def _digest_source(self, recipe: Recipe, login: RegistryLogin | None) -> str:
-        """Return the digest of the recipe's source. If it must not be read, return the digest of its last build."""
+        """Return the digest of the recipe's source, or of the last build if the source must not be read."""
         if recipe.source is Source.TEMPLATE:
             return self.get(recipe.template).id
         digest = await self._context.host.source_digest(recipe, login)
@@ -331,7 +331,7 @@ class Templates:
             owner_id in self._index.snapshots and self._index.snapshots[owner_id].kind is SnapshotKind.TEMPLATE
         ):
             raise NameTaken(
-                f"the name {name!r} is already in use by {owner_id}: choose another name", blockers=[owner_id]
+                f"the name {name!r} is already in use by {owner_id}: choose a different name", blockers=[owner_id]
             )
 
     async def _remove(self, id: str) -> None:

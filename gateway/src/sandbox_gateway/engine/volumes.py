@@ -125,7 +125,7 @@ class Volumes:
             ]
             if conflicts:
                 raise NameTaken(
-                    f"volume {volume.name} already has a snapshot {name!r}: choose another name, or delete "
+                    f"volume {volume.name} already has a snapshot {name!r}: choose a different name, or delete "
                     "that snapshot",
                     blockers=[conflicts[0].id],
                 )

@@ -32,7 +32,7 @@ class Abilities:
     independent_snapshots: bool
     """Snapshots can be removed while sandboxes depend on them. Otherwise a rolled-back sandbox keeps its snapshot."""
     prewarm: bool = False
-    """A fork with memory can be held at the point of the capture, and claimed later by another sandbox."""
+    """A fork with memory can be held at the point of the capture, and claimed later by a different sandbox."""
     atomic_capture: bool = False
     """A disk capture of a running machine is a point-in-time copy, without freezing the file system."""
     can_stall: bool = False
@@ -219,7 +219,7 @@ class SlowCommand:
     dataset: str
     since: float
     was_killed: bool
-    """Whether the command was killed but has not exited yet, because it hangs in the kernel."""
+    """Whether the command was killed but has not exited yet, because it is stuck in the kernel."""
 
 
 @dataclass(frozen=True)
@@ -267,7 +267,7 @@ class Host(Protocol):
         """Return the result of `guest_digest.digest_guest` for templates of this host. The call may read files."""
 
     def check_recipe(self, recipe: Recipe) -> None:
-        """Raise Unsupported if the recipe is known to be for another kind of host. The call reads no files."""
+        """Raise Unsupported if the recipe is known to be for a different kind of host. The call reads no files."""
 
     async def source_digest(self, recipe: Recipe, login: RegistryLogin | None = None) -> str | None:
         """Return a digest of the directory, tarball or image that ``recipe`` names; "" if it names none.
@@ -401,7 +401,7 @@ class Host(Protocol):
         """Raise Unsupported unless this host can use volumes from a host of ``host_kind``."""
 
     async def begin_volume_import(self, volume: Volume, part: SnapshotPart, size: int) -> ImportTarget:
-        """Create the only part of ``volume``, all zero. Its ``size`` is at most that of the volume, or of a stream."""
+        """Create the only part of ``volume``, all zero. ``size``: at most the volume's size, or the stream's size."""
 
     async def attach(self, sandbox: Sandbox, mount: Mount) -> None:
         """Give the running instance access to a volume. Raises Invalid for a path that cannot be a mount point.
@@ -429,7 +429,7 @@ class Host(Protocol):
         """Return the load of each instance whose machine is running. It is called often, so it must be cheap."""
 
     async def console(self, sandbox: Sandbox) -> str:
-        """Return the tail of the instance's console output, or "" if there is none, even if its machine has ended."""
+        """Return the tail of the instance's console output, or "" if there is none. The machine may have stopped."""
 
     def end_reason(self, sandbox: Sandbox) -> str:
         """Return, as a clause, why the instance's machine is not running, or "" while it runs."""

@@ -30,7 +30,7 @@ def digest_guest(builder: Traversable, *texts: str) -> str:
 
 
 def _read_files(root: Traversable, path: str = "") -> Iterator[tuple[str, bytes]]:
-    """Yield the path below ``root`` and the contents of each file, in a fixed order."""
+    """Yield the relative path and the contents of each file in ``root``, in a fixed order."""
     if root.is_file():
         yield path or root.name, root.read_bytes()
         return

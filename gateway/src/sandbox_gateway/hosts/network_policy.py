@@ -21,7 +21,7 @@ METADATA_NETWORKS = (
 )
 """Networks that contain the addresses at which clouds serve a machine's credentials.
 
-These addresses are blocked, except those in an `allow_out` entry that lies within one of the networks.
+These addresses are blocked, unless an `allow_out` entry within one of the networks allows them.
 """
 
 
@@ -70,13 +70,13 @@ def build_egress_rules(policy: NetworkPolicy, dns: Sequence[str]) -> list[Egress
     ]
     all_addresses = [ipaddress.IPv4Network("0.0.0.0/0")]
     rules = [
-        _make_rule(True, allowed_metadata_networks),
-        _make_rule(True, metadata_name_servers, dns_only=True),
-        _make_rule(False, metadata_networks),
-        _make_rule(True, other_allowed_networks),
+        _create_rule(True, allowed_metadata_networks),
+        _create_rule(True, metadata_name_servers, dns_only=True),
+        _create_rule(False, metadata_networks),
+        _create_rule(True, other_allowed_networks),
         EgressRule(True, (), matches_allowed_names=bool(names)),
-        _make_rule(False, denied_networks),
-        _make_rule(policy.allow_internet, all_addresses),
+        _create_rule(False, denied_networks),
+        _create_rule(policy.allow_internet, all_addresses),
     ]
     return [rule for rule in rules if rule.networks or rule.matches_allowed_names]
 
@@ -106,7 +106,7 @@ def _is_name(text: str) -> bool:
     return len(text.rstrip(".")) <= _MAX_NAME_LENGTH and _DOMAIN_NAME.fullmatch(text) is not None
 
 
-def _make_rule(allow: bool, networks: Iterable[ipaddress.IPv4Network], *, dns_only: bool = False) -> EgressRule:
+def _create_rule(allow: bool, networks: Iterable[ipaddress.IPv4Network], *, dns_only: bool = False) -> EgressRule:
     return EgressRule(allow, tuple(ipaddress.collapse_addresses(networks)), dns_only)
 
 

@@ -14,7 +14,7 @@ def is_out_of_space(error: OSError) -> bool:
     return error.errno in (errno.ENOSPC, errno.EDQUOT)
 
 
-def make_no_space_error(location: str = "the state file system") -> NoSpace:
+def create_no_space_error(location: str = "the state file system") -> NoSpace:
     return NoSpace(f"no space left on {location}: remove snapshots or sandboxes, or enlarge the file system")
 
 
@@ -28,5 +28,5 @@ def translated_os_errors(location: str = "the state file system") -> Iterator[No
         yield
     except OSError as error:
         if is_out_of_space(error):
-            raise make_no_space_error(location) from None
+            raise create_no_space_error(location) from None
         raise BackendFailed(f"{error.strerror}: {error.filename}" if error.filename else str(error)) from error

@@ -93,7 +93,7 @@ class Tree:
         return data
 
     def mkdir(self, path: str, mode: int = 0o755, owner: int = 0) -> None:
-        """Create a directory, and its missing parents. Raises Invalid if one of them is a file."""
+        """Create a directory, and its missing parents. Raises Invalid if any of them is a file."""
         host_path = self.resolve(path)
         missing_directories = [directory for directory in (host_path, *host_path.parents) if not directory.is_dir()]
         for directory in reversed(missing_directories):
@@ -269,7 +269,7 @@ async def run_logged(
     env: dict[str, str] | None = None,
     timeout: float = STEP_TIMEOUT_SECONDS,
 ) -> None:
-    """Run ``argv`` and pass its output to ``log``, line by line. On return, all its processes have ended."""
+    """Run ``argv`` and pass its output to ``log``, line by line. On return, all its processes have exited."""
     try:
         process = await asyncio.create_subprocess_exec(
             *argv,
@@ -300,7 +300,7 @@ async def run_logged(
                 os.killpg(process.pid, signal.SIGKILL)
             await process.wait()
     if process.returncode:
-        raise _make_step_error(argv, process.returncode, list(tail))
+        raise _create_step_error(argv, process.returncode, list(tail))
 
 
 async def _read_lines(stream: asyncio.StreamReader) -> AsyncIterator[str]:
@@ -315,7 +315,7 @@ async def _read_lines(stream: asyncio.StreamReader) -> AsyncIterator[str]:
         yield remainder.decode(errors="replace").rstrip()
 
 
-def _make_step_error(argv: Sequence[str], code: int, tail: list[str]) -> Exception:
+def _create_step_error(argv: Sequence[str], code: int, tail: list[str]) -> Exception:
     if any("No space left on device" in line for line in tail):
         return NoSpace(
             f"{argv[0]} failed because the host's disk is full: free some space and build the template again"

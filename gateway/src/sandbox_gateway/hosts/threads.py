@@ -46,7 +46,7 @@ def start_thread(work: Callable[[], _T], name: str) -> asyncio.Future[_T]:
 async def run_in_thread(work: Callable[_P, _T], *args: _P.args, **kwargs: _P.kwargs) -> _T:
     """Run ``work`` like ``asyncio.to_thread``, but in a new thread.
 
-    The event loop's pool has few threads. If all of them wait for a hanging file system, no other work can start.
+    The event loop's pool has few threads. If all of them wait for a hung file system, no other work can start.
     """
     context = contextvars.copy_context()
     return await start_thread(partial(context.run, work, *args, **kwargs), name="blocking work")

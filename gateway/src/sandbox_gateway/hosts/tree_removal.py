@@ -13,9 +13,9 @@ _OPEN_FLAGS = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 
 
 def remove_tree(directory: Path, *, ignore_errors: bool = False) -> None:
-    """Remove a directory, if it exists, with everything below it. Does not follow links or enter other file systems.
+    """Remove a directory, if it exists, with everything in it. Does not follow links or enter other file systems.
 
-    If an entry cannot be removed, removes the others, and then raises the first OSError unless ``ignore_errors``.
+    If an entry cannot be removed, removes the rest, and then raises the first OSError unless ``ignore_errors``.
 
     ``shutil.rmtree`` fails on trees that are deeper than Python's recursion limit. This function moves each nested
     directory to the top before it empties the directory. Therefore the depth of a tree does not matter.
@@ -46,7 +46,7 @@ def _empty_directory(top: int, errors: list[OSError]) -> None:
 
 
 def _remove_files(directory: int, errors: list[OSError]) -> list[str]:
-    """Remove the entries of a directory that are not directories. Returns the names of the others."""
+    """Remove all entries of a directory except subdirectories. Returns the names of the subdirectories."""
     with os.scandir(directory) as iterator:
         entries = list(iterator)
     subdirectories = []
@@ -73,7 +73,7 @@ def _opened(name: str, parent: int | None = None) -> Iterator[int]:
 
 @contextmanager
 def _errors_collected(errors: list[OSError]) -> Iterator[None]:
-    """Add the first error to ``errors``, unless the entry does not exist any more."""
+    """Add the first error to ``errors``, unless the entry no longer exists."""
     try:
         yield
     except FileNotFoundError:

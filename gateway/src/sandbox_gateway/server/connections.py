@@ -95,7 +95,7 @@ class Connections:
 
     def admit(self, address: str) -> bool:
         """Count a connection from ``address``. Returns False if there are too many. ``release`` undoes the count."""
-        key = _make_counting_key(address)
+        key = _build_counting_key(address)
         if self._open_counts.total() >= self._limit:
             self.record_end("too many connections", address)
         elif self._open_counts[key] >= self._limit_per_address:
@@ -106,7 +106,7 @@ class Connections:
         return False
 
     def release(self, address: str) -> None:
-        key = _make_counting_key(address)
+        key = _build_counting_key(address)
         self._open_counts[key] -= 1
         if not self._open_counts[key]:
             del self._open_counts[key]
@@ -124,7 +124,7 @@ class Connections:
         log.warning("connections closed", first_address=address, **counts_by_reason)
 
 
-def _make_counting_key(address: str) -> str:
+def _build_counting_key(address: str) -> str:
     """Return the key under which connections from an address are counted.
 
     An IPv6 address is counted by its /64 network, the smallest network that a client is usually assigned.
@@ -282,7 +282,7 @@ class HttpConnection(_StallTimedConnection, H11Protocol):
         self._start_timer("headers")
 
     def handle_events(self) -> None:
-        """Handle a limited number of events now, and the others in later turns of the event loop."""
+        """Handle a limited number of events now, and the rest in later turns of the event loop."""
         self.conn.remaining_event_count = _MAX_EVENTS_PER_TURN
         super().handle_events()
         if self.conn.remaining_event_count or self._stall_timer is None:  # None: the connection was upgraded or lost.

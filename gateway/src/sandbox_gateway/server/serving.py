@@ -110,7 +110,7 @@ def make_host(config: Config) -> Host:
     except ImportError as error:
         raise Invalid(
             f"host.kind {config.host.kind!r} does not work on this machine ({error}): install the missing "
-            "library, or set host.kind to another kind"
+            "library, or set host.kind to a different kind"
         ) from None
     host: Host = host_class(config)
     return host
@@ -187,13 +187,13 @@ async def _serve(
         listeners: list[tuple[uvicorn.Server, socket.socket]] = []
         if config.server.socket:
             unix_listener = stack.enter_context(unix_socket_bound(config.server.socket, config.server.socket_group))
-            listeners.append((_DaemonServer(_make_uvicorn_config(LocalPeerMiddleware(app), None)), unix_listener))
+            listeners.append((_DaemonServer(_create_uvicorn_config(LocalPeerMiddleware(app), None)), unix_listener))
         if address:
             connections = Connections(config.server, reserve_descriptors(config), app.state.metrics)
             tcp_listener = stack.enter_context(
                 contextlib.closing(_create_tcp_socket(connections, address, config.server.listen))
             )
-            listeners.append((_TcpServer(_make_uvicorn_config(app, tls), connections), tcp_listener))
+            listeners.append((_TcpServer(_create_uvicorn_config(app, tls), connections), tcp_listener))
         await _listen(listeners, app, stop_event)
 
 
@@ -255,7 +255,7 @@ class _TcpServer(_DaemonServer):
         return HttpConnection(self._connections, config=self.config, server_state=self.server_state, app_state={})
 
 
-def _make_uvicorn_config(app: ASGIApp, tls: ssl.SSLContext | None) -> uvicorn.Config:
+def _create_uvicorn_config(app: ASGIApp, tls: ssl.SSLContext | None) -> uvicorn.Config:
     settings = uvicorn.Config(
         app,
         http="h11",
@@ -335,7 +335,7 @@ def _remove_stale_socket(path: Path) -> None:
     if not path.exists():
         return
     if not path.is_socket():
-        raise Invalid(f"server.socket {path} is not a socket: remove it, or choose another path")
+        raise Invalid(f"server.socket {path} is not a socket: remove it, or choose a different path")
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
         probe.settimeout(2)
         try:
@@ -343,7 +343,7 @@ def _remove_stale_socket(path: Path) -> None:
         except OSError:
             path.unlink(missing_ok=True)
             return
-    raise Invalid(f"another gateway is listening on {path}: stop it first, or choose another server.socket")
+    raise Invalid(f"another gateway is listening on {path}: stop it first, or choose a different server.socket")
 
 
 def _create_tcp_socket(connections: Connections, address: Address, listen: str) -> socket.socket:
@@ -354,7 +354,7 @@ def _create_tcp_socket(connections: Connections, address: Address, listen: str) 
     except OSError as error:
         listener.close()
         raise Invalid(
-            f"server.listen {listen!r} cannot be bound ({error.strerror}): choose another address or port"
+            f"server.listen {listen!r} cannot be bound ({error.strerror}): choose a different address or port"
         ) from None
     return listener
 

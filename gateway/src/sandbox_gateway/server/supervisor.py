@@ -32,8 +32,8 @@ def notify(state: str) -> None:
 async def watchdog_notified() -> AsyncIterator[None]:
     """Inside this context, tell the watchdog that the event loop is running, at intervals of half its timeout.
 
-    If the event loop hangs, the process prints the stack of each thread and ends, because the service manager sends it
-    SIGABRT. If ``WATCHDOG_USEC`` is set but ``NOTIFY_SOCKET`` is not, a thread of this process ends it, with status 1.
+    If the event loop hangs, the process prints the stack of each thread and exits, because the service manager sends it
+    SIGABRT. If ``WATCHDOG_USEC`` is set but ``NOTIFY_SOCKET`` is not, a thread makes the process exit with status 1.
     """
     seconds = _read_watchdog_seconds()
     if not seconds:

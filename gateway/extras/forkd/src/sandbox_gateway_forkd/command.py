@@ -109,7 +109,7 @@ def _open_gateway() -> Gateway:
 
 
 async def _fork(options: argparse.Namespace) -> None:
-    stop = _make_stop_event()
+    stop = _create_stop_event()
     with contextlib.closing(bind(options.listen, allow_remote=options.remote)) as listener:
         async with _open_gateway() as gateway:
             sandboxes = await _run_unless_stopped(stop, gateway.spawn(options.tag, options.n, LEASE_SECONDS))
@@ -155,7 +155,7 @@ async def _renew_leases(gateway: Gateway, sandboxes: list[str]) -> None:
 
 
 async def _remove_sandboxes(gateway: Gateway, sandboxes: list[str]) -> None:
-    """Remove the sandboxes. Raises Failure if one remains; it is not an error if some no longer exist."""
+    """Remove the sandboxes. Raises Failure if any remain. Ignores sandboxes that no longer exist."""
     try:
         async with asyncio.timeout(EXIT_TIMEOUT_SECONDS):
             failures = [failure for failure in await gateway.kill(sandboxes) if failure.status != 404]
@@ -166,7 +166,7 @@ async def _remove_sandboxes(gateway: Gateway, sandboxes: list[str]) -> None:
 
 
 async def _attach(options: argparse.Namespace) -> None:
-    stop = _make_stop_event()
+    stop = _create_stop_event()
     with contextlib.closing(bind(options.listen, allow_remote=options.remote)) as listener:
         async with _open_gateway() as gateway:
             ping = gateway.call_sandbox(options.sandbox, "ping", seconds=EXIT_TIMEOUT_SECONDS)
@@ -180,7 +180,7 @@ async def _attach(options: argparse.Namespace) -> None:
                 server.close()
 
 
-def _make_stop_event() -> asyncio.Event:
+def _create_stop_event() -> asyncio.Event:
     stop = asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, stop.set)

@@ -75,7 +75,7 @@ class Gateway:
         raise Failure(_find_error_message(response.status_code, data), response.status_code)
 
     async def spawn(self, tag: str, count: int, lease: float) -> list[str]:
-        """Create sandboxes that end after ``lease`` seconds unless the lease is renewed. Returns their ids."""
+        """Create sandboxes that expire after ``lease`` seconds unless the lease is renewed. Returns their ids."""
         body = {"snapshot_tag": tag, "n": count, "timeout": lease}
         created_sandboxes = await self.call("POST", "/v1/sandboxes", body, seconds=SPAWN_TIMEOUT_SECONDS)
         try:
@@ -87,7 +87,7 @@ class Gateway:
         return ids
 
     async def renew_leases(self, sandboxes: Sequence[str], lease: float) -> list[Failure]:
-        """Set the sandboxes to end ``lease`` seconds from now. Returns a Failure for each request that failed."""
+        """Make the sandboxes expire ``lease`` seconds from now. Returns a Failure for each request that failed."""
         return await self._call_for_each("POST", "/sandboxes/{}/timeout", sandboxes, {"timeout": lease})
 
     async def kill(self, sandboxes: Sequence[str]) -> list[Failure]:

@@ -70,9 +70,9 @@ def _raise_bind_failure(target: str, error: OSError) -> NoReturn:
     if error.errno == errno.EADDRINUSE:
         raise Failure(
             f"another program already listens on {target}, perhaps for another sandbox: stop it, or set "
-            "FORKD_TARGET to another port"
+            "FORKD_TARGET to a different port"
         ) from None
-    raise Failure(f"cannot listen on {target} ({error.strerror}): set FORKD_TARGET to another address") from None
+    raise Failure(f"cannot listen on {target} ({error.strerror}): set FORKD_TARGET to a different address") from None
 
 
 class Port:
@@ -91,7 +91,8 @@ class Port:
         try:
             if self._connections > MAX_CONNECTIONS:
                 await _send_response(
-                    writer, _make_error(f"the limit of {MAX_CONNECTIONS} connections has been reached: try again later")
+                    writer,
+                    _create_error(f"the limit of {MAX_CONNECTIONS} connections has been reached: try again later"),
                 )
             else:
                 await self._serve_requests(reader, writer)
@@ -111,7 +112,7 @@ class Port:
                 line = end.partial
             except asyncio.LimitOverrunError:
                 await _send_response(
-                    writer, _make_error(f"the request is longer than {MAX_LINE_BYTES} bytes: send less at a time")
+                    writer, _create_error(f"the request is longer than {MAX_LINE_BYTES} bytes: send less at a time")
                 )
                 return
             if not line:
@@ -119,7 +120,7 @@ class Port:
             if not line.lstrip().startswith(b"{"):
                 # It may be HTTP from a web page in someone's browser: its body must not be parsed as a request.
                 await _send_response(
-                    writer, _make_error("the request is not a line with a JSON object: send one object per line")
+                    writer, _create_error("the request is not a line with a JSON object: send one object per line")
                 )
                 return
             await _send_response(writer, await self.handle_line(line))
@@ -134,13 +135,13 @@ class Port:
             if not isinstance(request, dict):
                 raise ValueError("not an object")
         except (ValueError, RecursionError) as error:
-            return _make_error(f"the request is not a line with a JSON object ({error}): send one object per line")
+            return _create_error(f"the request is not a line with a JSON object ({error}): send one object per line")
         try:
             return await self._perform(request)
         except Failure as failure:
-            return _make_error(str(failure))
+            return _create_error(str(failure))
         except (KeyError, TypeError, ValueError):
-            return _make_error(
+            return _create_error(
                 "the gateway's response has an unexpected format: check that FORKD_URL is the address of a gateway"
             )
 
@@ -174,7 +175,7 @@ def _reject_constant(constant: str) -> NoReturn:
     raise ValueError(f"{constant} is not a number")
 
 
-def _make_error(message: str) -> dict[str, Any]:
+def _create_error(message: str) -> dict[str, Any]:
     return {"error": message, "exit_code": 1}
 
 

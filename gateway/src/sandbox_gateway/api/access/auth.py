@@ -32,7 +32,7 @@ _EXEC_PATH_PATTERN = re.compile(r"/sandboxes/[^/]+/exec|/v1/sandboxes/[^/]+/(exe
 _ADMIN_PATH_PATTERN = re.compile(r"(/volumes/[^/]+)?/snapshots/[^/]+/export|/templates/[^/]+/files/[^/]+")
 """GET requests to these paths require the scope `admin`.
 
-The first ones return the disk and the memory of a machine, or a volume, including all secrets in them. The others
+Exports contain the disk and the memory of a machine, or a volume, with all secrets in them. The paths of template files
 return a URL for uploads.
 """
 _CONTROL_CHARACTER_PATTERN = re.compile(r"[\x00-\x1f\x7f]")
@@ -172,7 +172,7 @@ def extract_secrets(headers: Headers) -> list[str]:
 
 
 def identify(scope: Scope, keys: Keys) -> Caller | None:
-    """Return the caller of a request, or None if it has no valid key and did not come over the Unix socket."""
+    """Return the caller of a request, or None if the request has no valid key and did not use the Unix socket."""
     if is_local(scope):
         caller: Caller | None = Caller("local", Permission.ADMIN)
     else:
@@ -190,7 +190,7 @@ def get_caller(scope: Scope) -> Caller:
 
 
 def get_plan_id(scope: Scope) -> str:
-    """Return the id of the plan session of a request, or "" if it has none."""
+    """Return the id of the plan session that a request belongs to, or "" if there is none."""
     plan_id: str = scope.get(_PLAN_KEY, "")
     return plan_id
 
@@ -201,7 +201,7 @@ def is_local(scope: Scope) -> bool:
 
 
 def get_applied_run_id(scope: Scope) -> str:
-    """Return the id of the run that applies a plan with this request, or "" if there is none."""
+    """Return the id of the applied run that a request belongs to, or "" if there is none."""
     run_id: str = scope.get(_RUN_KEY, "")
     return run_id
 

@@ -130,9 +130,9 @@ class BodyLimitMiddleware:
 
 
 def _has_file(scope: Scope) -> bool:
-    """Return whether the body is a file that is streamed, so that it may exceed the usual limit.
+    """Return whether the body is a file that is streamed to disk, and may therefore exceed the usual limit.
 
-    In a plan session, it is held in memory.
+    The files of a plan session do not count, because the gateway keeps them in memory.
     """
     method, path = scope["method"], scope["path"]
     is_import = method == "POST" and path in (IMPORT_PATH, VOLUME_IMPORT_PATH)

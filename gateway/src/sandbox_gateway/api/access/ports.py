@@ -2,7 +2,8 @@
 a secret if the ports are public.
 
 The tokens are derived from the sandbox's id, so the gateway can verify them even after the sandbox has been removed. A
-caller with a valid token learns that the sandbox was removed. All others get the same error as for an unknown sandbox.
+caller with a valid token learns that the sandbox was removed. All other callers
+get the same error as for an unknown sandbox.
 """
 
 from __future__ import annotations

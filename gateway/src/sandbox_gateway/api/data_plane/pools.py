@@ -1,4 +1,4 @@
-"""Connection pools, one per machine: connections end with the machine, not with the sandbox.
+"""Connection pools, one per machine: connections are closed when the machine stops, even if the sandbox remains.
 
 httpx pools connections by address, which is unsafe here: a new machine may get the address of an old one.
 """
@@ -28,10 +28,10 @@ Shorter than the agent's idle timeout, so that the agent never closes a connecti
 
 
 class MachineConnections:
-    """The connections to one machine, which are closed when the machine ends."""
+    """The connections to one machine, which are closed when the machine stops."""
 
     def __init__(self, sandbox: Sandbox, tls: ssl.SSLContext, engine: Engine) -> None:
-        self.key = _make_machine_key(sandbox)
+        self.key = _build_machine_key(sandbox)
         self._sandbox = sandbox
         self._engine = engine
         self.transport = Transport(tls, max_idle_connections=MAX_IDLE_CONNECTIONS, idle_seconds=IDLE_SECONDS)
@@ -50,7 +50,7 @@ class MachineConnections:
 
 
 class Pools:
-    """The connections to all machines that received requests, until the machines end."""
+    """The connections to all machines that received requests, until the machines stop."""
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
@@ -83,7 +83,7 @@ class Pools:
         if self._watcher is None or self._watcher.done():
             self._watcher = asyncio.create_task(self._watch())
         connections = self._connections_by_sandbox.get(sandbox.id)
-        if connections is not None and connections.key == _make_machine_key(sandbox):
+        if connections is not None and connections.key == _build_machine_key(sandbox):
             return connections
         self._drop(sandbox.id)
         self._connections_by_sandbox[sandbox.id] = MachineConnections(sandbox, self._tls, self._engine)
@@ -93,9 +93,9 @@ class Pools:
         with self._engine.events.subscribed() as events:
             while True:
                 await events.get()
-                self._drop_ended_machines()
+                self._drop_stopped_machines()
 
-    def _drop_ended_machines(self) -> None:
+    def _drop_stopped_machines(self) -> None:
         for id in [
             id for id, connections in self._connections_by_sandbox.items() if not self._is_current(id, connections)
         ]:
@@ -106,7 +106,7 @@ class Pools:
             sandbox = self._engine.sandboxes.get(id)
         except NotFound:
             return False
-        return sandbox.state is SandboxState.RUNNING and _make_machine_key(sandbox) == connections.key
+        return sandbox.state is SandboxState.RUNNING and _build_machine_key(sandbox) == connections.key
 
     def _drop(self, id: str) -> None:
         connections = self._connections_by_sandbox.pop(id, None)
@@ -123,7 +123,7 @@ class Pools:
         await asyncio.gather(*self._closing_tasks, return_exceptions=True)
 
 
-def _make_machine_key(sandbox: Sandbox) -> tuple[str, datetime]:
+def _build_machine_key(sandbox: Sandbox) -> tuple[str, datetime]:
     """Return a key that identifies the machine on which a sandbox runs.
 
     The machine's name is not sufficient: after a stop and a boot from the disk, a new machine has the same name.

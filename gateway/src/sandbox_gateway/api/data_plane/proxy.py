@@ -154,7 +154,7 @@ class ServiceRequest:
 
 
 class DataPlane:
-    """Middleware that forwards requests for sandboxes to their ports, and passes all others to the control plane."""
+    """Middleware that forwards requests for sandboxes to their ports, and all other requests to the control plane."""
 
     def __init__(self, app: ASGIApp, engine: Engine, keys: auth.Keys, addresses: AddressFormats, pools: Pools) -> None:
         self.app = app
@@ -258,7 +258,7 @@ def _choose_host_for_service(target: Target, sandbox: Sandbox) -> str:
 def _require_forwardable(scope: Scope, headers: Headers) -> None:
     """Raise Invalid or ForwardingUnsupported for a request that cannot be forwarded to any service."""
     if scope.get("method") == "CONNECT":
-        raise ForwardingUnsupported("the method CONNECT is not supported: use another method or a WebSocket")
+        raise ForwardingUnsupported("the method CONNECT is not supported: use a different method, or a WebSocket")
     if not scope.get("raw_path", b"/").startswith(b"/"):
         raise Invalid("the request target must be a path that begins with '/'")
     if scope["type"] == "http" and "upgrade" in _parse_connection_options(headers):
@@ -287,7 +287,7 @@ async def _forward_http(
     if await _run_unless_interrupted(exchange.run(), body, machine):
         return
     if not exchange.has_started:
-        raise _create_machine_ended_error(incoming_request)
+        raise _create_machine_stopped_error(incoming_request)
     # Returning before the response is complete makes uvicorn close the client's connection.
     log.info("data plane connection ended", sandbox=incoming_request.sandbox.id, port=incoming_request.target.port)
 
@@ -395,7 +395,7 @@ class _Body(httpx.AsyncByteStream):
 
 
 async def _run_unless_interrupted(work: Coroutine[Any, Any, None], body: _Body, machine: MachineConnections) -> bool:
-    """Await ``work`` and return True, or cancel it and return False if the machine ends first.
+    """Await ``work`` and return True, or cancel it and return False if the machine stops first.
 
     If the client disconnects first, cancel ``work`` and raise ClientGone.
     """
@@ -463,7 +463,7 @@ async def _forward_websocket(incoming_request: ServiceRequest, machine: MachineC
             f"{incoming_request.description} did not accept the WebSocket connection ({error}): check the service there"
         ) from None
     if service_connection is None:
-        raise _create_machine_ended_error(incoming_request)
+        raise _create_machine_stopped_error(incoming_request)
     assert service_connection.response is not None
     await tunnel.run(
         service_connection,
@@ -481,9 +481,9 @@ def _create_port_closed_error(incoming_request: ServiceRequest) -> ProxyFailed:
     )
 
 
-def _create_machine_ended_error(incoming_request: ServiceRequest) -> ProxyFailed:
+def _create_machine_stopped_error(incoming_request: ServiceRequest) -> ProxyFailed:
     return ProxyFailed(
-        f"sandbox {incoming_request.sandbox.id} was rolled back, paused or ended during the request: "
+        f"sandbox {incoming_request.sandbox.id} was rolled back, paused or removed during the request: "
         "send the request again"
     )
 

@@ -259,7 +259,7 @@ class Tunnel:
         """Whether the client has closed the connection or disconnected."""
 
     async def wait_until_open(self, connection_task: asyncio.Future[_ServiceConnection]) -> _ServiceConnection | None:
-        """Wait until ``connection_task`` is done, and return its connection, or None if the machine ends first.
+        """Wait until ``connection_task`` is done, and return its connection, or None if the machine stops first.
 
         Raises ClientGone, or the error of ``connection_task``.
         """
@@ -280,7 +280,7 @@ class Tunnel:
                 await asyncio.wait(tasks)
 
     async def run(self, service: _ServiceConnection, headers: list[tuple[bytes, bytes]]) -> None:
-        """Accept the client, and forward messages until either side closes or the machine ends."""
+        """Accept the client, and forward messages until either side closes or the machine stops."""
         tasks: set[asyncio.Future[None]] = set()
         try:
             await self._send_to_client(
@@ -293,7 +293,7 @@ class Tunnel:
             tasks = {to_service_task, to_client_task}
             await asyncio.wait({*tasks, self._machine.end_future}, return_when=asyncio.FIRST_COMPLETED)
             if self._machine.end_future.done():
-                await self._close(_SERVICE_RESTART, "the sandbox was rolled back, paused or ended")
+                await self._close(_SERVICE_RESTART, "the sandbox was rolled back, paused or removed")
             elif self._has_client_left:
                 await to_service_task
             else:

@@ -61,7 +61,7 @@ async def delete_snapshot(
     engine: EngineDep,
     cascade: Annotated[bool, Query(description="Not supported, because no snapshot depends on another")] = False,
     force: Annotated[
-        bool, Query(description="Hide the snapshot now, and remove it with the last sandbox made from it")
+        bool, Query(description="Hide the snapshot now, and remove it when the last sandbox made from it is removed")
     ] = False,
 ) -> None:
     snapshot = engine.snapshots.get(ref)
@@ -181,11 +181,11 @@ _NO_LIVE_MODE_REASON = "a sandbox is paused for a few milliseconds while it is c
 def _check_mode(body: shapes.Branch) -> None:
     flags = [word for word in ("diff", "live") if getattr(body, word)]
     if body.mode and flags:
-        raise Invalid(f"'mode' and '{flags[0]}' are mutually exclusive: leave '{flags[0]}' out")
+        raise Invalid(f"'mode' and '{flags[0]}' are mutually exclusive: omit '{flags[0]}'")
     if body.diff and body.live:
-        raise Invalid("'diff' and 'live' are mutually exclusive: leave one of them out")
+        raise Invalid("'diff' and 'live' are mutually exclusive: omit one of them")
     if body.measure_diff and (body.diff or body.mode == "diff"):
-        raise Invalid("'measure_diff' is valid only with mode full, because mode diff always measures: leave it out")
+        raise Invalid("'measure_diff' is valid only with mode full, because mode diff always measures: omit it")
     if body.live or body.mode == "live":
         raise Unsupported(f"mode live is not supported, because {_NO_LIVE_MODE_REASON}: use mode diff")
 
@@ -195,12 +195,12 @@ def _check_parent(body: shapes.Branch, sandbox: Sandbox, engine: Engine) -> None
     if body.parent_tag is None:
         return
     if not (body.diff or body.mode == "diff"):
-        raise Invalid("'parent_tag' is valid only with mode diff: set the mode, or leave 'parent_tag' out")
+        raise Invalid("'parent_tag' is valid only with mode diff: set the mode, or omit 'parent_tag'")
     if engine.snapshots.get(body.parent_tag).id not in (sandbox.forked_from, sandbox.head):
         origin_tag = _find_tag_or_id(engine, sandbox.forked_from)
         raise Invalid(
             f"'parent_tag' is {body.parent_tag}, but sandbox {sandbox.id} was made from {origin_tag}: set it to "
-            f"{origin_tag}, or leave it out"
+            f"{origin_tag}, or omit it"
         )
 
 

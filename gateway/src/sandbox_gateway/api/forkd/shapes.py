@@ -37,7 +37,7 @@ class BuildSnapshot(Body):
     )
 
     refused_fields: ClassVar[Mapping[str, Refusal]] = {
-        "kernel": Refusal("because each template has its own kernel: leave it out, or use POST /templates"),
+        "kernel": Refusal("because each template has its own kernel: omit this field, or use POST /templates"),
     }
 
 
@@ -58,7 +58,9 @@ class CreateSandboxes(Body):
         "hugepages": "it only affects speed, and forkd itself also works without huge pages",
     }
     refused_fields: ClassVar[Mapping[str, Refusal]] = {
-        "live_fork": Refusal("because a sandbox is paused for a few milliseconds while it is captured: leave it out"),
+        "live_fork": Refusal(
+            "because a sandbox is paused for a few milliseconds while it is captured: omit this field"
+        ),
     }
 
 

@@ -1,4 +1,4 @@
-"""Routes of plan sessions, in which a check run sees what its earlier tasks would have done.
+"""Routes of plan sessions, in which a check-mode run sees what its earlier tasks would have done.
 
 A request whose path begins with the path of a session, such as ``POST /plans/ID/sandboxes``, is carried out in that
 session instead of on the host.

@@ -124,9 +124,9 @@ class Network(NativeBody):
     refused_fields: ClassVar[Mapping[str, Refusal]] = {
         **dict.fromkeys(
             ("rules", "egressProxy", "httpsPorts"),
-            Refusal("because the gateway does not change or redirect requests: leave it out"),
+            Refusal("because the gateway does not change or redirect requests: omit this field"),
         ),
-        "dnsServers": Refusal("because the gateway looks up the domain names of a policy itself: leave it out"),
+        "dnsServers": Refusal("because the gateway looks up the domain names of a policy itself: omit this field"),
     }
 
     allow_internet: bool | None = Field(
@@ -212,10 +212,10 @@ class ForkBody(Sizes):
 
     refused_fields: ClassVar[Mapping[str, Refusal]] = {
         "autoPauseMemory": Refusal(
-            "because a sandbox that is paused at its timeout always keeps its memory: leave it out",
+            "because a sandbox that is paused at its timeout always keeps its memory: omit this field",
             accepted_values=(True,),
         ),
-        "iam": Refusal("because sandboxes have no workload identities: leave it out"),
+        "iam": Refusal("because sandboxes have no workload identities: omit this field"),
     }
 
     metadata: Metadata = Field(default_factory=dict)
@@ -269,7 +269,7 @@ class CreateSandbox(ForkBody):
     }
     refused_fields: ClassVar[Mapping[str, Refusal]] = {
         **ForkBody.refused_fields,
-        "distributionScope": Refusal("because a gateway manages a single host: leave it out"),
+        "distributionScope": Refusal("because a gateway manages a single host: omit this field"),
     }
 
     template: AnyRef = Field(alias="templateID", description="A template or a snapshot, by id or name.")
@@ -288,7 +288,7 @@ class Fork(ForkBody):
     names: list[Name] | None = Field(None, min_length=1, max_length=MAX_FORKS)
     concurrency: int | None = Field(None, strict=True, ge=1, le=256)
     atomic: bool = Field(
-        True, description="All or nothing. False: as many as possible, with an error for each of the others."
+        True, description="All or nothing. False: as many as possible, with an error for each fork that fails."
     )
 
     @property
@@ -309,7 +309,7 @@ class Fork(ForkBody):
 
     def _resolve_names(self) -> list[str] | None:
         if self.name and self.names:
-            raise Invalid("'name' and 'names' are mutually exclusive: leave 'name' out")
+            raise Invalid("'name' and 'names' are mutually exclusive: omit 'name'")
         if self.name and self.count not in (None, 1):
             raise Invalid(
                 f"'name' is for a single sandbox, but 'count' is {self.count}: use 'names', with one name for each "
@@ -317,7 +317,7 @@ class Fork(ForkBody):
             )
         names = [self.name] if self.name else self.names
         if names and self.count not in (None, len(names)):
-            raise Invalid(f"'count' is {self.count}, but there are {len(names)} names: leave one of the two fields out")
+            raise Invalid(f"'count' is {self.count}, but there are {len(names)} names: omit one of the two fields")
         if names and len(set(names)) != len(names):
             raise Invalid("the field 'names' contains a duplicate: use each name only once")
         return names
@@ -333,7 +333,7 @@ class Refresh(NativeBody):
 
 class Resume(NativeBody):
     refused_fields: ClassVar[Mapping[str, Refusal]] = {
-        "autoPause": Refusal("because a sandbox keeps the lifecycle that it was created with: leave it out"),
+        "autoPause": Refusal("because a sandbox keeps the lifecycle that it was created with: omit this field"),
     }
 
     timeout: Timeout = TIMEOUT_FIELD
@@ -343,7 +343,7 @@ class Resume(NativeBody):
 class Pause(NativeBody):
     refused_fields: ClassVar[Mapping[str, Refusal]] = {
         "requireHealthyGuest": Refusal(
-            "because a pause does not query the agent: run a command in the sandbox first, and leave it out"
+            "because pausing does not query the agent: run a command in the sandbox first, and omit this field"
         ),
     }
 
@@ -429,7 +429,7 @@ def _convert_empty_to_none(value: object) -> object:
 
 class CreateVolume(NativeBody):
     refused_fields: ClassVar[Mapping[str, Refusal]] = {
-        "driver": Refusal("because a host has only one kind of volume: leave it out")
+        "driver": Refusal("because a host has only one kind of volume: omit this field")
     }
 
     name: Annotated[Name | None, BeforeValidator(_convert_empty_to_none)] = Field(
@@ -474,8 +474,8 @@ class RollbackVolume(NativeBody):
 def _require_alias(value: object) -> object:
     if value in (None, ""):
         raise ValueError(
-            "must not be empty, because names cannot be removed from a template: give the name to another template, or "
-            "delete the template"
+            "must not be empty, because names cannot be removed from a template: give the name to a different "
+            "template, or delete the template"
         )
     return value
 
@@ -529,7 +529,7 @@ class AnnounceTemplate(NativeBody):
 
     ignored_fields: ClassVar[Mapping[str, str]] = {"alias": "an older name for `name`", "teamID": "there are no teams"}
     refused_fields: ClassVar[Mapping[str, Refusal]] = {
-        "minFreeDiskMb": Refusal("because a template built from an image has a disk of 4096 MiB: leave it out"),
+        "minFreeDiskMb": Refusal("because a template built from an image has a disk of 4096 MiB: omit this field"),
     }
 
     name: TemplateName
@@ -606,7 +606,7 @@ class BuildFromImage(NativeBody):
 
 
 class RebuildTemplate(NativeBody):
-    """A request to build a template again; its recipe is the same as before."""
+    """A request to build a template again with the same recipe."""
 
 
 class SetAlias(NativeBody):
@@ -627,7 +627,7 @@ _COMMAND_REFUSAL = Refusal(
     "because a template's command is a shell command: set startCommand, which replaces the image's entry point"
 )
 _TEMPLATE_NETWORK_REFUSAL = Refusal(
-    "because templates have no network policy: set network when you create a sandbox, and leave it out"
+    "because templates have no network policy: omit this field, and set network when you create a sandbox"
 )
 
 
@@ -639,15 +639,15 @@ class CreateTemplate(Sizes):
         **dict.fromkeys(("args", "command"), _COMMAND_REFUSAL),
         **dict.fromkeys(("allowOut", "denyOut", "dns", "networkType"), _TEMPLATE_NETWORK_REFUSAL),
         "allowInternetAccess": Refusal(_TEMPLATE_NETWORK_REFUSAL.reason, accepted_values=(True,)),
-        "exposedPorts": Refusal("because every port of a sandbox is reachable through the gateway: leave it out"),
+        "exposedPorts": Refusal("because every port of a sandbox is reachable through the gateway: omit this field"),
         "env": Refusal("because templates have no environment variables: set envVars when you create a sandbox"),
         "writableLayerSize": Refusal("because a sandbox has a single disk: set diskSizeMB"),
         **dict.fromkeys(
             ("probePath", "probePort"), Refusal("because the gateway does not probe ports: set readyProbe to a command")
         ),
-        "instanceType": Refusal("because a host has only one kind of machine: leave it out"),
-        "nodes": Refusal("because a gateway manages a single host: leave it out"),
-        "enableIvshmem": Refusal("because sandboxes do not share memory with the host: leave it out"),
+        "instanceType": Refusal("because a host has only one kind of machine: omit this field"),
+        "nodes": Refusal("because a gateway manages a single host: omit this field"),
+        "enableIvshmem": Refusal("because sandboxes do not share memory with the host: omit this field"),
     }
 
     name: TemplateName
@@ -655,7 +655,7 @@ class CreateTemplate(Sizes):
         None, alias="memoryMB", validation_alias=AliasChoices("memoryMB", "memory"), strict=True, ge=64, le=1 << 20
     )
     cpu: int | None = Field(
-        None, strict=True, ge=1000, le=256_000, description="The same as `cpuCount`, in thousandths of a CPU."
+        None, strict=True, ge=1000, le=256_000, description="The same as `cpuCount`, in millicores."
     )
     source: Source | None = Field(
         None, alias="from", description="Absent: `image` with an image, `template` with a template, else `debootstrap`."
@@ -680,12 +680,13 @@ class CreateTemplate(Sizes):
         "a new template.",
     )
 
-    def _convert_to_whole_cpus(self, thousandths: int) -> int:
-        cpus, rest = divmod(thousandths, 1000)
-        if rest or self.cpus not in (None, cpus):
+    def _convert_to_whole_cpus(self, millicores: int) -> int:
+        cpus, rest = divmod(millicores, 1000)
+        if rest:
+            raise Invalid(f"'cpu' is {millicores} millicores, but must be a multiple of 1000: use whole CPUs")
+        if self.cpus not in (None, cpus):
             raise Invalid(
-                f"'cpu' is {thousandths} thousandths of a CPU, but a sandbox has a whole number of CPUs: set "
-                "'cpuCount' to a whole number, and leave 'cpu' out"
+                f"'cpu' is {millicores} millicores, but 'cpuCount' is {self.cpus}: specify only one of these fields"
             )
         return cpus
 

@@ -90,7 +90,9 @@ async def show(
     view: ViewDep,
     diverged: Annotated[
         bool,
-        Query(description="Report whether the sandbox has diverged from its head; its guest then writes to its disk"),
+        Query(
+            description="Report whether the sandbox has diverged from its head. This makes the guest write to its disk"
+        ),
     ] = True,
 ) -> shapes.SandboxShape:
     sandbox = engine.sandboxes.get(ref)

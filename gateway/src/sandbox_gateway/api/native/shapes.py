@@ -195,8 +195,8 @@ class TemplateShape(Shape):
     last_error: str | None = Field(None, description="The same as reason; CubeSandbox's name for it.")
     digest: str
     outdated: bool | None = Field(
-        description="Whether the template was built with guest files other than the gateway's, so that building "
-        "its recipe again creates a new template; null: unknown."
+        description="Whether the gateway's guest files differ from those that the template was built with. If they do, "
+        "building its recipe again creates a new template. Null: unknown."
     )
     created_at: datetime
     updated_at: datetime
@@ -264,7 +264,7 @@ class BuildAnnounced(Shape):
 
 
 class TagShape(Shape):
-    """A tag of a template's name, and the build that the name with this tag stands for."""
+    """A tag of a template's name, and the build to which NAME:TAG refers."""
 
     tag: str
     build_id: str
@@ -295,7 +295,7 @@ class CaptureCostsShape(Shape):
 class PlanShape(Shape):
     """A plan session."""
 
-    plan_id: str = Field(description="Requests below `/plans/{planID}` are carried out in the session.")
+    plan_id: str = Field(description="Requests under `/plans/{planID}` are carried out in the session.")
     opened_at: datetime
     objects: int = Field(description="Number of ids that the session has created.")
     gateway_id: str = Field(description="Identifies the gateway. It never changes.")
@@ -306,7 +306,7 @@ class AppliedRunShape(Shape):
     """A run that applies a plan."""
 
     run_id: str = Field(
-        description="In responses to requests below `/applied-runs/{runID}`, `generation` excludes the run's changes."
+        description="In responses to requests under `/applied-runs/{runID}`, `generation` excludes the run's changes."
     )
     opened_at: datetime
     objects: int = Field(description="Number of objects that the run has changed.")
@@ -335,8 +335,8 @@ class VolumeShape(Shape):
     from_snapshot: str = Field(description="The volume snapshot that this volume was made from.")
     imported: ImportedShape | None = Field(None, description="Only for a volume that was imported from a file.")
     owner_sandbox_id: str = Field(
-        description="The sandbox that this clone was created for. The clone is removed with the last sandbox that "
-        "mounts it. Empty: the volume is kept until it is deleted."
+        description="The sandbox that this clone was created for. The clone is removed when no sandbox mounts it any "
+        "longer. Empty: the volume is kept until it is deleted."
     )
     generation: int = Field(description=_GENERATION)
     own_changes: int = Field(
@@ -431,22 +431,22 @@ class RoomShape(Shape):
     stalled: list[str]
     """Ids of the sandboxes that are stopped because the disk has no space left."""
     memory_root: MemoryRootShape | None = None
-    """Only if memory images are stored on another file system."""
+    """Only if memory images are stored on a different file system."""
 
 
 class SlowCommandShape(Shape):
-    """A command of the host's storage that hangs, or has been running for an unusually long time."""
+    """A command of the host's storage that is hung, or has been running for an unusually long time."""
 
     command: str
     dataset: str
     since: datetime
     was_killed: bool
-    """Whether the gateway has killed the command and given up on it, because it hangs in the kernel."""
+    """Whether the gateway has killed the command and given up on it, because it is stuck in the kernel."""
 
 
 class HealthShape(Shape):
     status: Literal["ok", "degraded"]
-    """`degraded`: a command of the host's storage hangs."""
+    """`degraded`: a command of the host's storage is hung."""
     sandboxes: int
     version: str
     backend: str
@@ -457,7 +457,7 @@ class HealthShape(Shape):
 
 
 class HiddenShape(Shape):
-    """A hidden snapshot, which is removed with its last user."""
+    """A hidden snapshot. It is removed when its last user is removed."""
 
     snapshot_id: str
     status: Literal["hidden"]

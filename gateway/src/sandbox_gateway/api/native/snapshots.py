@@ -26,7 +26,7 @@ from sandbox_gateway.records import Snapshot
 router = APIRouter(tags=["snapshots"])
 When = Annotated[
     Literal["unused"] | None,
-    Query(description="unused: hide the snapshot now, and remove it with the last sandbox made from it"),
+    Query(description="unused: hide the snapshot now, and remove it when the last sandbox made from it is removed"),
 ]
 
 
@@ -115,7 +115,7 @@ async def show(ref: Ref, engine: EngineDep, view: ViewDep) -> shapes.SnapshotSha
     "/snapshots/{ref}",
     status_code=204,
     summary="Remove a snapshot",
-    responses={202: {"model": shapes.HiddenShape, "description": "Hidden; removed with its last user"}},
+    responses={202: {"model": shapes.HiddenShape, "description": "Hidden until its last user is removed"}},
 )
 async def delete(ref: Ref, engine: EngineDep, when: When = None) -> Response:
     return await remove(engine, engine.snapshots.get(ref), when)

@@ -47,13 +47,13 @@ async def create(body: requests.CreateTemplate, engine: EngineDep, response: Res
     return shapes.describe_started_build(build)
 
 
-@router.post("/templates/tags", status_code=201, summary="Give a template tags of its name (E2B)")
+@router.post("/templates/tags", status_code=201, summary="Assign tags to a template (E2B)")
 async def assign_tags(body: requests.AssignTags, engine: EngineDep) -> shapes.AssignedTagsShape:
     template = await engine.templates.assign_tags(body.target, body.tags)
     return shapes.AssignedTagsShape(tags=list(dict.fromkeys(body.tags)), build_id=create_build_id(template.id))
 
 
-@router.delete("/templates/tags", status_code=204, summary="Remove tags of a template's name (E2B)")
+@router.delete("/templates/tags", status_code=204, summary="Remove tags from a template's name (E2B)")
 async def remove_tags(body: requests.RemoveTags, engine: EngineDep) -> None:
     await engine.templates.remove_tags(body.name, body.tags)
 
@@ -200,7 +200,7 @@ async def show_build_log(
     ref: Ref,
     build: Ref,
     engine: EngineDep,
-    follow: Annotated[bool, Query(description="Stream the log as text until the build ends")] = False,
+    follow: Annotated[bool, Query(description="Stream the log as text until the build finishes")] = False,
 ) -> Response:
     build_record = engine.templates.get_build(ref, build)
     if follow:
@@ -211,11 +211,11 @@ async def show_build_log(
 @router.delete(
     "/templates/{ref}",
     status_code=204,
-    summary="Remove a template (or a snapshot, with its last user)",
-    responses={202: {"model": shapes.HiddenShape, "description": "Hidden; removed with its last user"}},
+    summary="Remove a template, or hide a snapshot until its last user is removed",
+    responses={202: {"model": shapes.HiddenShape, "description": "Hidden until its last user is removed"}},
 )
 async def delete(ref: Ref, engine: EngineDep, when: When = None) -> Response:
-    """Remove a template or a snapshot. A snapshot in use is hidden immediately, and removed with its last user.
+    """Remove a template or a snapshot. A snapshot in use is hidden until its last user is removed.
 
     E2B's and CubeSandbox's clients delete snapshots with this request, even while sandboxes made from them exist.
     """

@@ -177,7 +177,7 @@ def get_template_or_snapshot(engine: Engine, ref: str) -> Snapshot:
 
 
 def find_ids(ref: str, engine: Engine) -> set[str]:
-    """Return ``ref`` and, if it names a template or snapshot, the id of that. Used for filters."""
+    """Return ``ref``, and the id of the template or snapshot with that name, if any. Used for filters."""
     try:
         return {ref, engine.snapshots.get(ref).id}
     except NotFound:

@@ -146,7 +146,7 @@ class PlannedHost:
 
         Its agent is not asked to write the guest's cache to the disk, because that would change the host.
 
-        Raises Conflict if the plan has changed one of them, because then only a run can determine it.
+        Raises Conflict if the plan has changed either of them, because then only a run can determine it.
         """
         real_sandbox = self._engine.index.sandboxes.get(sandbox.id)
         if real_sandbox is None or (real_sandbox.instance, real_sandbox.head) != (sandbox.instance, head.id):

@@ -26,7 +26,7 @@ _Run = TypeVar("_Run", bound=OpenRun)
 
 
 class OpenRuns(Generic[_Run]):
-    """Open runs, least recently used first, and the ids of those that have ended."""
+    """Open runs, least recently used first, and the ids of runs that have ended."""
 
     def __init__(self) -> None:
         self._runs: dict[str, _Run] = {}
@@ -70,7 +70,7 @@ class OpenRuns(Generic[_Run]):
         return id in self._ended_ids
 
 
-def make_id(owner: str, run: str) -> str:
+def derive_id(owner: str, run: str) -> str:
     """Return the id that all tasks of a run use to find the run. ``run``: a name that only this run uses."""
     return hashlib.sha256(f"{owner}\0{run}".encode()).hexdigest()[:32]
 

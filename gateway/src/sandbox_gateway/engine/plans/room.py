@@ -26,7 +26,7 @@ class PlannedRoom:
     """The real room, minus what the session would use, plus what it would free.
 
     Only the run can know the sizes of new objects. A machine counts as much as ``RoomMonitor`` assumes, and a memory
-    image as much as those of ``recent_captures``.
+    image as much as the images of ``recent_captures``.
     """
 
     def __init__(self, engine: Engine, recent_captures: Sequence[Snapshot]) -> None:
@@ -50,7 +50,7 @@ class PlannedRoom:
         disk_bytes = self._removed_disk_bytes
         for machine in self._stopped_machines.values():
             usage = await self._measure(machine)
-            # The machine may have stopped by itself, or others may have stopped it. Its memory is then already free.
+            # The machine may have stopped in the meantime. Its memory is then already free.
             if not self._host.end_reason(machine.sandbox):
                 memory_bytes += max(usage.memory_bytes, MACHINE_START_BYTES)
             disk_bytes += usage.disk_bytes if machine.frees_disk else 0

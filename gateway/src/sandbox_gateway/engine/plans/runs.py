@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from datetime import datetime
 
 from sandbox_gateway.engine.own_changes import OwnChanges
-from sandbox_gateway.engine.plans.open_runs import OpenRuns, find_largest_owner, make_id
+from sandbox_gateway.engine.plans.open_runs import OpenRuns, derive_id, find_largest_owner
 from sandbox_gateway.errors import Busy, Gone
 from sandbox_gateway.records import now
 
@@ -17,7 +17,7 @@ IDLE_SECONDS = 86400.0
 """A run ends when it has not sent a request for this long. A play may wait for hours."""
 MIN_IDLE_SECONDS = 900.0
 """If there are too many runs, one that has not sent a request for this long ends to make room for a new one."""
-_REMEDY = "Make a new plan with a check run"
+_REMEDY = "Make a new plan with a check-mode run"
 
 
 @dataclass
@@ -43,7 +43,7 @@ class AppliedRuns:
 
         Raises Busy if there are too many runs, and Gone if the run has ended.
         """
-        id = make_id(owner, name)
+        id = derive_id(owner, name)
         self._end_idle_runs()
         run = self._runs.find(owner, id)
         if run is None:
@@ -90,7 +90,7 @@ class AppliedRuns:
         oldest_run = self._runs.list_by_owner(owner)[0]
         if not self._runs.is_idle(oldest_run, MIN_IDLE_SECONDS):
             raise Busy(
-                f"the limit of {limit} has been reached: wait until another run has ended, or end one with "
+                f"the limit of {limit} has been reached: wait until another run has finished, or end one with "
                 "DELETE /applied-runs/{id}"
             )
         self._runs.remove(oldest_run)

@@ -13,7 +13,7 @@ from sandbox_gateway.engine.engine import Engine
 from sandbox_gateway.engine.own_changes import OwnChanges
 from sandbox_gateway.engine.plans.agent import PlannedAgents
 from sandbox_gateway.engine.plans.host import PlannedHost
-from sandbox_gateway.engine.plans.open_runs import OpenRuns, find_largest_owner, make_id
+from sandbox_gateway.engine.plans.open_runs import OpenRuns, derive_id, find_largest_owner
 from sandbox_gateway.errors import Busy, Gone, NotFound, OverQuota
 from sandbox_gateway.records import PLANNED_PREFIX, Snapshot, SnapshotKind, now
 
@@ -75,14 +75,14 @@ class PlanSessions:
         All tasks of a run find their session with the same arguments. Raises Busy if there are too many sessions, and
         Gone if the session has ended.
         """
-        id = make_id(owner, run)
+        id = derive_id(owner, run)
         self._end_idle_sessions()
         if (open_session := self._sessions.find(owner, id)) is not None:
             return self._touch(open_session)
         if self._sessions.has_ended(id):
             raise Gone(
                 "the plan session of this run has ended, because it was idle or was closed to make room for other "
-                "runs: start the check run again"
+                "runs: start the check-mode run again"
             )
         self._make_room(owner, count=1)
         recent_captures = [*islice(self._engine.index.walk_snapshots([SnapshotKind.SNAPSHOT], backwards=True), 20)]
@@ -104,7 +104,7 @@ class PlanSessions:
         """End the least recently used sessions until there is room for more. Raises Busy.
 
         If the sessions of all keys together exceed a limit, end a session of the key that uses the most, so that a key
-        with many check runs does not end the sessions of others.
+        with many check-mode runs does not end the sessions of other keys.
         """
         while True:
             sessions = [*self._sessions]
@@ -130,8 +130,8 @@ class PlanSessions:
     def _end_oldest_session(self, sessions: Sequence[PlanSession], limit: str) -> None:
         if not self._sessions.is_idle(sessions[0], MIN_IDLE_SECONDS):
             raise Busy(
-                f"the limit of {limit} has been reached: wait until another check run has ended, or end a session with "
-                "DELETE /plans/{id}"
+                f"the limit of {limit} has been reached: wait until another check-mode run has finished, or end a "
+                "session with DELETE /plans/{id}"
             )
         self._end(sessions[0])
 
@@ -158,7 +158,7 @@ class PlanSessions:
         if session is None:
             message = (
                 f"plan session {id[:80]!r} not found: it has ended, it was idle for {IDLE_SECONDS:.0f} s, or the "
-                "gateway was restarted. Start the check run again"
+                "gateway was restarted. Start the check-mode run again"
             )
             raise NotFound("plan", id[:80], message=message)
         return session

@@ -43,7 +43,7 @@ MAGIC = b"\x89GROVE-SNAPSHOT\r\n\x1a\n"
 VERSION = 1
 CHUNK_BYTES = 1 << 20
 BLOCK_BYTES = 4096
-_PREFIX_STRUCT = struct.Struct(">H")
+_VERSION_STRUCT = struct.Struct(">H")
 _RECORD_STRUCT = struct.Struct(">cI")
 _CHUNK_STRUCT = struct.Struct(">BQI32s")
 _HEAD_BYTES = PUBLIC_KEY_BYTES + SIGNATURE_BYTES
@@ -74,7 +74,7 @@ class Encoder:
     def encode_head(self, manifest: Manifest | VolumeManifest) -> bytes:
         text = manifest.model_dump_json().encode()
         signature = self._signer.sign(_HEAD_PURPOSE, text)
-        prefix = MAGIC + _PREFIX_STRUCT.pack(VERSION)
+        prefix = MAGIC + _VERSION_STRUCT.pack(VERSION)
         return self._add(prefix + _frame(b"H", self._signer.public_key + signature + text))
 
     def encode_chunk(self, contents: bytes) -> bytes:
@@ -148,7 +148,7 @@ class Decoder:
             else:
                 self._read_end(contents)
         if self._is_complete and self._buffer:
-            raise self._create_damage_error("it contains data after its end")
+            raise self._create_damage_error("it contains data after the end record")
 
     def close(self) -> None:
         """Raise Invalid unless the whole file has arrived. If it has, all chunks are authentic."""
@@ -170,9 +170,9 @@ class Decoder:
                 "this is not a snapshot file, or it was changed in transit: use a file that "
                 "`sandboxctl snapshot export` wrote, and copy it as binary data"
             )
-        if len(self._buffer) < len(MAGIC) + _PREFIX_STRUCT.size:
+        if len(self._buffer) < len(MAGIC) + _VERSION_STRUCT.size:
             return False
-        (version,) = _PREFIX_STRUCT.unpack_from(self._buffer, len(MAGIC))
+        (version,) = _VERSION_STRUCT.unpack_from(self._buffer, len(MAGIC))
         if version > VERSION:
             raise Unsupported(
                 f"the snapshot file has format version {version}, which a newer release of the gateway wrote; this "
@@ -182,7 +182,7 @@ class Decoder:
         if version < 1:
             raise self._create_damage_error("its format version is 0")
         self._has_prefix = True
-        self._consume(len(MAGIC) + _PREFIX_STRUCT.size)
+        self._consume(len(MAGIC) + _VERSION_STRUCT.size)
         return True
 
     def _take_record(self) -> tuple[bytes, bytes] | None:

@@ -82,7 +82,7 @@ def _check_text(text: str) -> str:
 
 class _AnyManifest(_StrictModel):
     snapshot_id: Id
-    """The id of the snapshot in the gateway that exported it. The importing gateway gives what it creates a new id."""
+    """The id of the snapshot in the gateway that exported it. The importing gateway assigns a new id."""
     release: _Word
     """The release of the gateway that exported it."""
     host_kind: Literal["kvm_xfs", "jail_zfs"]

@@ -1,4 +1,4 @@
-"""Sign snapshot files with the key of the gateway, and check the signatures of others (Ed25519)."""
+"""Sign snapshot files with the key of the gateway, and check the signatures of other gateways (Ed25519)."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Export snapshots of sandboxes and volumes to files, and import them.
 
 No part of a file is used before its head has been checked, and no snapshot or volume exists before the whole file has
-been checked. Until the parts are committed, they are in a place that the host removes at its next start.
+been checked. Until the parts are committed, they are in a directory or dataset that the host removes at its next start.
 """
 
 from __future__ import annotations
@@ -94,7 +94,7 @@ class Transfers:
                 "sandbox without volumes, and export that. To export a volume, take a snapshot of the volume"
             )
         return await self._open_export(
-            snapshot, lambda: self._host.open_snapshot(snapshot, memory=memory), partial(_make_manifest, snapshot)
+            snapshot, lambda: self._host.open_snapshot(snapshot, memory=memory), partial(_create_manifest, snapshot)
         )
 
     async def export_volume(self, ref: str, snapshot_ref: str) -> Export:
@@ -102,21 +102,21 @@ class Transfers:
         volume = self._index.get_volume(ref)
         snapshot = self._index.get_volume_snapshot(snapshot_ref, volume)
         self._require_ability()
-        make_manifest = partial(_make_volume_manifest, volume, snapshot)
-        return await self._open_export(snapshot, lambda: self._host.open_volume_snapshot(snapshot), make_manifest)
+        create_manifest = partial(_create_volume_manifest, volume, snapshot)
+        return await self._open_export(snapshot, lambda: self._host.open_volume_snapshot(snapshot), create_manifest)
 
     async def _open_export(
         self,
         snapshot: Snapshot | VolumeSnapshot,
         open_source: Callable[[], Awaitable[_Source]],
-        make_manifest: Callable[[_Source, list[Part]], Manifest | VolumeManifest],
+        create_manifest: Callable[[_Source, list[Part]], Manifest | VolumeManifest],
     ) -> Export:
         with contextlib.ExitStack() as stack:
             stack.enter_context(self.slot_held())
             async with self._collector.pinned_then_collected(snapshot):
                 source = await open_source()
             stack.callback(source.close)
-            export = Export(self.get_signer(), source, partial(make_manifest, source))
+            export = Export(self.get_signer(), source, partial(create_manifest, source))
             await finish_despite_cancellation(asyncio.to_thread(export.prepare))
             export.on_close = stack.pop_all()
         return export
@@ -183,7 +183,7 @@ class Transfers:
     ) -> Volume:
         """Create a volume from the pieces of a file with a snapshot of a volume.
 
-        ``name`` replaces the name of the volume in the file. The other arguments are those of ``import_``.
+        ``name`` replaces the name of the volume in the file. ``import_`` describes the other arguments.
         """
         name = require_valid_name(name) if name else None
         async with self._opened(pieces, trust) as file:
@@ -277,7 +277,7 @@ class Transfers:
 
     @contextlib.contextmanager
     def slot_held(self) -> Iterator[None]:
-        """Hold one of the slots for transfers. Raises Busy."""
+        """Hold one of the transfer slots. Raises Busy."""
         limit = self._context.config.limits.transfers
         if self._active_count >= limit:
             raise Busy(
@@ -302,14 +302,14 @@ class _OpenFile:
 
 
 class Export:
-    """An export of one snapshot. ``make_manifest``: creates the manifest from its parts."""
+    """An export of one snapshot. ``create_manifest``: creates the manifest from its parts."""
 
     def __init__(
-        self, signer: Signer, source: PartSource, make_manifest: Callable[[list[Part]], Manifest | VolumeManifest]
+        self, signer: Signer, source: PartSource, create_manifest: Callable[[list[Part]], Manifest | VolumeManifest]
     ) -> None:
         self._signer = signer
         self._source = source
-        self._make_manifest = make_manifest
+        self._create_manifest = create_manifest
         self._pending_tasks: deque[asyncio.Task[bytes]] = deque()
         """Chunks that threads are reading and compressing, in the order of the file."""
         self.on_close = contextlib.ExitStack()
@@ -333,7 +333,7 @@ class Export:
             )
             for part, extents in self._extents.items()
         ]
-        self.manifest: Manifest | VolumeManifest = self._make_manifest(parts)
+        self.manifest: Manifest | VolumeManifest = self._create_manifest(parts)
 
     async def read_pieces(self) -> AsyncIterator[bytes]:
         """Yield the bytes of the file. Several threads compress chunks; only a few chunks are in memory."""
@@ -341,7 +341,7 @@ class Export:
 
         encoder = Encoder(self._signer)
         yield encoder.encode_head(self.manifest)
-        for place in self._iterate_chunk_places():
+        for place in self._iterate_chunk_locations():
             self._pending_tasks.append(asyncio.create_task(asyncio.to_thread(self._compress, *place)))
             if len(self._pending_tasks) > _COMPRESSION_THREADS and (contents := await self._take_first_chunk()):
                 yield await asyncio.to_thread(encoder.encode_chunk, contents)
@@ -356,7 +356,7 @@ class Export:
         self._pending_tasks.popleft()
         return contents
 
-    def _iterate_chunk_places(self) -> Iterator[tuple[int, SnapshotPart, int, int]]:
+    def _iterate_chunk_locations(self) -> Iterator[tuple[int, SnapshotPart, int, int]]:
         """Yield the index of the part, the part, the offset and the length of each chunk."""
         from sandbox_gateway.engine.transfer.container import CHUNK_BYTES
 
@@ -380,7 +380,7 @@ class Export:
             self.on_close.close()
 
 
-def _make_manifest(snapshot: Snapshot, source: SnapshotSource, parts: list[Part]) -> Manifest:
+def _create_manifest(snapshot: Snapshot, source: SnapshotSource, parts: list[Part]) -> Manifest:
     from sandbox_gateway.engine.transfer.manifest import MachinePlatform, Manifest, Sizes
 
     sizes = snapshot.resources
@@ -399,7 +399,7 @@ def _make_manifest(snapshot: Snapshot, source: SnapshotSource, parts: list[Part]
     )
 
 
-def _make_volume_manifest(
+def _create_volume_manifest(
     volume: Volume, snapshot: VolumeSnapshot, source: PartSource, parts: list[Part]
 ) -> VolumeManifest:
     from sandbox_gateway.engine.transfer.manifest import VolumeManifest
@@ -477,7 +477,7 @@ async def _write_chunks(
         for chunk in file.decoder.read_chunks():
             if chunk.part.name in parts:
                 target.write(chunk.part.name, chunk.offset, chunk.data)
-                # A stream is stored in another place until it is complete.
+                # A stream is stored in a different location until it is complete.
                 if chunk.part.name is not SnapshotPart.STREAM:
                     pending_import.count_written_bytes(len(chunk.data), memory=chunk.part.name in MEMORY_PARTS)
 

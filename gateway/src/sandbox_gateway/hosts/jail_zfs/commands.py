@@ -25,7 +25,7 @@ class CommandRunner:
         """
         result = await self._run(argv, input=input, check=not silent)
         if result.returncode != 0 and _find_error_message(result):
-            raise _make_command_error(argv, result)
+            raise _create_command_error(argv, result)
         return result.stdout
 
     async def run_removal(self, *argv: str, absent_messages: tuple[str, ...]) -> bool:
@@ -38,7 +38,7 @@ class CommandRunner:
             return True
         if any(text in _find_error_message(result) for text in absent_messages):
             return False
-        raise _make_command_error(argv, result)
+        raise _create_command_error(argv, result)
 
     async def _run(self, argv: tuple[str, ...], *, input: str | None, check: bool) -> CompletedProcess[str]:
         coroutine = run_async(argv, timeout=TIMEOUT_SECONDS, input=input, check=check, env=self._environment)
@@ -49,7 +49,7 @@ def _find_error_message(result: CompletedProcess[str]) -> str:
     return result.stderr.strip() or result.stdout.strip()
 
 
-def _make_command_error(argv: tuple[str, ...], result: CompletedProcess[str]) -> BackendFailed:
+def _create_command_error(argv: tuple[str, ...], result: CompletedProcess[str]) -> BackendFailed:
     return BackendFailed(
         f"{' '.join(argv)} failed ({result.returncode}): {_find_error_message(result)[-1000:] or 'no message'}"
     )

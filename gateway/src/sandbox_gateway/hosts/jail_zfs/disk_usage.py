@@ -1,4 +1,4 @@
-"""Read how much data the file systems of sandboxes contain, without waiting for a file system that hangs."""
+"""Read how much data the file systems of sandboxes contain, without waiting for a hung file system."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class DiskUsage:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._paths_being_read: set[Path] = set()
-        """Other threads skip these, so that a file system that hangs blocks only one thread."""
+        """Other threads skip these, so that a hung file system blocks only one thread."""
 
     async def read(self, mount_points: Mapping[str, Path]) -> dict[str, int | None]:
         """Return the number of bytes that each file system references, or None if it cannot be read in time."""
@@ -46,7 +46,7 @@ class DiskUsage:
 
     @contextlib.contextmanager
     def _reserved(self, path: Path) -> Iterator[bool]:
-        """Yield whether no other thread is reading this file system. If none is, others skip it inside this context."""
+        """Yield whether this file system is free. If it is, other threads skip it inside this context."""
         with self._lock:
             is_free = path not in self._paths_being_read
             self._paths_being_read.add(path)

@@ -126,7 +126,7 @@ class JailZfsHost:
                 if len(str(path).split()) != 1:
                     raise Invalid(
                         f"the path {str(path)!r} contains whitespace, so it cannot be mounted in jails: "
-                        "choose another path"
+                        "choose a different path"
                     )
             await run_in_thread(self._identities.open)
             await self._limits.open()
@@ -223,7 +223,7 @@ class JailZfsHost:
     async def fork(self, snapshot: Snapshot, sandbox: Sandbox, *, with_memory: bool, hold: bool = False) -> None:
         if with_memory or hold:
             raise Unsupported("a jail host captures only files, not memory: fork the snapshot without memory")
-        machine = self._reserve_address(sandbox, self._names.make_default_name(sandbox.instance))
+        machine = self._reserve_address(sandbox, self._names.build_default_name(sandbox.instance))
         try:
             await self._runner.start(machine, sandbox, self._disks.clone(snapshot.id, sandbox))
         except BaseException:
@@ -274,7 +274,7 @@ class JailZfsHost:
         snapshot.memory = MemoryMode.NONE
         snapshot.resources = sandbox.resources
         snapshot.host = {"zfsSnapshot": self._disks.predict_name(sandbox, snapshot)}
-        async with self._volumes.writers_paused(sandbox, volumes):
+        async with self._volumes.writers_suspended(sandbox, volumes):
             await self._disks.capture(sandbox, snapshot, volumes)
         self._disks.add_snapshot(snapshot)
         return snapshot

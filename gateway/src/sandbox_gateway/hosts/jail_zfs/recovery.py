@@ -37,7 +37,7 @@ class JailRecovery:
 
     async def scan(self) -> Scan:
         loop = asyncio.get_running_loop()
-        jails = await self._jails.list_below(self._disks.directory)
+        jails = await self._jails.list_under(self._disks.directory)
 
         def tear_down(instance: str) -> None:
             coroutine = self._tear_down(instance, jails.pop(instance, []))
@@ -73,7 +73,7 @@ class JailRecovery:
         """Remove the jails of an instance that was not adopted, and unmount everything in it."""
         for jail in jails:
             await self._jails.remove(jail.name)
-        await self._mounts.unmount_below(self._disks.path(instance))
+        await self._mounts.unmount_under(self._disks.path(instance))
 
     async def _sweep(self) -> list[str]:
         """Remove epairs, limits, rules, mounts and identities that belong to no machine. Returns notes for the log."""

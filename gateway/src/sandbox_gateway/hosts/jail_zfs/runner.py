@@ -22,7 +22,7 @@ from sandbox_gateway.log import Logger
 from sandbox_gateway.records import NetworkPolicy, Sandbox
 from sandbox_gateway.tasks import finish_despite_cancellation, wait_for_all
 
-END_REASON = "its jail ended together with the agent"
+END_REASON = "its jail stopped together with the agent"
 
 log = Logger("jail_zfs")
 

@@ -25,7 +25,7 @@ log = Logger("jail_zfs")
 
 
 class Streams(Protocol):
-    """Sends the snapshots of sandboxes, or those of volumes. Methods block, are thread-safe, and raise GatewayError."""
+    """Sends the snapshots of either sandboxes or volumes. Methods block, are thread-safe, and raise GatewayError."""
 
     def measure(self, snapshot_id: str) -> int:
         """Return the number of bytes that the snapshot's files use in the pool."""

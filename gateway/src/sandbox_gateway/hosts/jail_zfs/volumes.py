@@ -95,11 +95,11 @@ class JailVolumes:
     # -- capture with a sandbox -------------------------------------------------------------------------------------
 
     @contextlib.asynccontextmanager
-    async def writers_paused(self, sandbox: Sandbox, volumes: Sequence[VolumeSnapshot]) -> AsyncIterator[None]:
+    async def writers_suspended(self, sandbox: Sandbox, volumes: Sequence[VolumeSnapshot]) -> AsyncIterator[None]:
         """Ensure that all snapshots taken inside this context represent the same point in time.
 
-        If ZFS cannot take several snapshots atomically on this host, stops the jails that write to the sandbox or the
-        volumes.
+        If ZFS cannot take several snapshots atomically on this host, suspends the jails that can write to the sandbox
+        or the volumes.
         """
         is_atomic = not volumes or (await run_in_thread(zfs_core.detect_capabilities)).atomic_snapshots
         jails = [] if is_atomic else await self._find_writers(sandbox, {each.volume for each in volumes})
@@ -116,7 +116,7 @@ class JailVolumes:
 
     async def _list_mounts(self) -> list[tuple[Machine, MountEntry]]:
         """Return the volume mounts of all machines, deepest and newest first."""
-        mounts = await self._mounts.list_below(self._volume_storage.directory.parent, self._volume_storage.directory)
+        mounts = await self._mounts.list_under(self._volume_storage.directory.parent, self._volume_storage.directory)
         return [
             (machine, mount)
             for mount in mounts
@@ -163,7 +163,7 @@ class JailVolumes:
         """Replace the current mounts with mounts of ``source``. Failures are only logged."""
         for machine, mount in mounts:
             try:
-                existing_mounts = await self._mounts.list_below(machine.root, source.parent)
+                existing_mounts = await self._mounts.list_under(machine.root, source.parent)
                 if any((each.node, each.special) == (mount.node, str(source)) for each in existing_mounts):
                     continue
                 for each in existing_mounts:
@@ -197,7 +197,7 @@ class JailVolumes:
 
     async def detach(self, sandbox: Sandbox, mount: Mount) -> None:
         machine = self._register.require_running(sandbox)
-        for each in await self._mounts.list_below(machine.root, self._volume_storage.directory):
+        for each in await self._mounts.list_under(machine.root, self._volume_storage.directory):
             if each.node == f"{machine.root}{mount.path}":
                 await self._mounts.unmount(each)
 

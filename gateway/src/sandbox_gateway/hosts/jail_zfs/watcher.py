@@ -21,13 +21,13 @@ log = Logger("jail_zfs")
 
 
 class JailWatcher:
-    """Polls the list of jails, because FreeBSD does not report when a jail ends."""
+    """Polls the list of jails, because FreeBSD does not report when a jail stops."""
 
     def __init__(self, register: MachineRegister, jails: Jails) -> None:
         self._register = register
         self._jails = jails
         self.on_exit: Callable[[str], None] = lambda instance: None
-        """Called with the instance of a jail that has ended."""
+        """Called with the instance of a jail that has stopped."""
 
     async def run(self) -> None:
         check_count = 0

@@ -4,7 +4,7 @@ A file on disk would grow until the disk is full. A pipe needs a reader: without
 the gateway may restart at any time. A sealed memfd avoids both problems: writing beyond its end fails without harming
 the writer, so the log contains the first bytes of the output. They include the error message of a failed start. A guest
 that fills the log hides only later messages about its own machine. A restarted gateway reads the log through the
-process's standard error. The kernel frees the memory when the process ends.
+process's standard error. The kernel frees the memory when the process exits.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 A large dirty set is copied in rounds while the machine runs, so that little remains to be copied during the last stop.
 I/O that is in flight when pages are listed writes to these pages without marking them. Stopping the machine waits until
-such I/O has ended. Therefore each round stops the machine after listing the pages and before copying them.
+such I/O has finished. Therefore each round stops the machine after listing the pages and before copying them.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ class Capture:
         return round(sum(self.stops_ms), 3)
 
     async def run(self, concurrent_step: Callable[[], Awaitable[None]] | None = None) -> None:
-        """Capture the machine. ``concurrent_step`` runs during the last stop and ends before the machine resumes."""
+        """Capture the machine. ``concurrent_step`` runs during the last stop, before the machine resumes."""
         with self._stack:
             await self._machine.connect()
             await asyncio.to_thread(self._prepare)
@@ -186,7 +186,7 @@ class Capture:
 
 @contextlib.asynccontextmanager
 async def _running_concurrently(work: Callable[[], Awaitable[None]] | None) -> AsyncIterator[None]:
-    """Run ``work`` concurrently with this context, and wait until it has ended, even on failure."""
+    """Run ``work`` concurrently with this context, and wait until it has finished, even on failure."""
     if work is None:
         yield
         return

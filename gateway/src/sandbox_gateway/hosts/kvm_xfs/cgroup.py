@@ -1,7 +1,7 @@
 """Limit the resources of machines and volume servers with control groups.
 
 Each machine has the group `<prefix>-sandboxes/<instance>`, and each server the group `<prefix>-volumes/<volume>`, at
-the top of each hierarchy. The groups are not below the group of the gateway's service: systemd kills all processes
+the top of each hierarchy. The groups are not inside the group of the gateway's service: systemd kills all processes
 there when the service stops, but machines must keep running. cgroup versions 1 and 2 and mixtures of both are
 supported. The limits of a missing controller are not applied; this is logged once.
 """
@@ -61,12 +61,12 @@ class Cgroups:
                     (group / file).write_text(value)
                 (group / "cgroup.procs").write_text(str(pid))
             except ProcessLookupError:
-                return  # The process has ended, which its watcher reports.
+                return  # The process has exited, which its watcher reports.
             except OSError as error:
                 self._warn_once(controller, f"{error.strerror} ({error.filename})")
 
     def remove(self, instance: str) -> None:
-        """Remove the groups of a machine that has ended. If a group is still busy, a later call removes it."""
+        """Remove the groups of a machine that has stopped. If a group is still busy, a later call removes it."""
         self._retry_removals()
         if not self._try_remove(instance, time.monotonic() + _REMOVE_TIMEOUT_SECONDS):
             self._busy_instances.add(instance)
@@ -98,7 +98,7 @@ class Cgroups:
             return None
 
     def _prepare_root(self, controller: str, hierarchy: _Hierarchy) -> None:
-        """Create the root group. In version 2, also enable the controller for the groups below it."""
+        """Create the root group. In version 2, also enable the controller for the groups inside it."""
         root = hierarchy.mount / self._name
         root.mkdir(exist_ok=True)
         if hierarchy.version == 2:
@@ -122,7 +122,7 @@ class Cgroups:
     def _try_remove(self, instance: str, deadline: float) -> bool:
         """Remove the groups of ``instance``. Returns whether all were removed.
 
-        Retries until ``deadline``, because a process leaves its group only some time after it has ended.
+        Retries until ``deadline``, because a process leaves its group only some time after it has exited.
         """
         remaining_groups = {root / instance for root in self._list_roots()}
         while True:

@@ -390,7 +390,7 @@ class KvmXfsHost:
         started_machine = self._machines.find(sandbox)
         if started_machine is None:
             return "its machine is not running"
-        return f"its machine ended{started_machine.machine.log_tail()}" if started_machine.machine.has_ended else ""
+        return f"its machine stopped{started_machine.machine.log_tail()}" if started_machine.machine.has_ended else ""
 
     async def console(self, sandbox: Sandbox) -> str:
         started_machine = self._machines.find(sandbox)

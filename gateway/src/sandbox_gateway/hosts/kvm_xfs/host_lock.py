@@ -11,7 +11,7 @@ from sandbox_gateway.errors import Conflict
 
 
 class HostLock:
-    """Holds the locks on ``root`` and on the network prefix. The kernel releases both when the process ends."""
+    """Holds the locks on ``root`` and on the network prefix. The kernel releases both when the process exits."""
 
     def __init__(self, root: Path, prefix: str) -> None:
         self._root = root
@@ -20,7 +20,7 @@ class HostLock:
         self._name_lock: socket.socket | None = None
 
     def acquire(self) -> None:
-        """Acquire both locks. Raises Conflict if another gateway holds one of them."""
+        """Acquire both locks. Raises Conflict if another gateway holds either of them."""
         self._lock = os.open(self._root / ".lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         try:
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -30,13 +30,14 @@ class HostLock:
         except BlockingIOError:
             self.release()
             raise Conflict(
-                f"another gateway uses the state root {self._root}: stop it, or set another state_root for this gateway"
+                f"another gateway uses the state root {self._root}: stop it, or choose a different state_root for "
+                "this one"
             ) from None
         except OSError:
             self.release()
             raise Conflict(
-                f"another gateway on this machine uses the network prefix {self._prefix!r}: set "
-                "another network.prefix and network.subnet for this gateway"
+                f"another gateway on this machine uses the network prefix {self._prefix!r}: choose "
+                "a different network.prefix and network.subnet for this one"
             ) from None
 
     def release(self) -> None:

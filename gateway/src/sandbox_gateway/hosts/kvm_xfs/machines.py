@@ -22,7 +22,7 @@ from sandbox_gateway.hosts.kvm_xfs.image import instances
 from sandbox_gateway.hosts.kvm_xfs.image.layout import InstanceFiles, Layout
 from sandbox_gateway.hosts.kvm_xfs.network.addresses import GUEST_MAC, Slot
 from sandbox_gateway.hosts.kvm_xfs.network.slots import SlotPool
-from sandbox_gateway.hosts.kvm_xfs.process_checks import send_signal, wait_until_ended
+from sandbox_gateway.hosts.kvm_xfs.process_checks import send_signal, wait_for_exit
 from sandbox_gateway.hosts.kvm_xfs.qemu.command_line import MachineSpec, Platform
 from sandbox_gateway.hosts.kvm_xfs.qemu.machine import Machine
 from sandbox_gateway.hosts.kvm_xfs.qemu.processes import MachineProcess, list_running_processes
@@ -41,7 +41,7 @@ log = Logger("kvm_xfs")
 
 
 class StartedMachine(NamedTuple):
-    """A machine, which may have ended, and its network slot."""
+    """A machine, which may have stopped, and its network slot."""
 
     machine: Machine
     slot: Slot
@@ -87,7 +87,7 @@ class Machines:
     # -- started machines -------------------------------------------------------------------------------------------
 
     def find(self, sandbox: Sandbox) -> StartedMachine | None:
-        """Return the machine of ``sandbox.instance``, which may have ended, or None if none was started."""
+        """Return the machine of ``sandbox.instance``, even if it has stopped, or None if none was started."""
         return self._started_machines.get(sandbox.instance)
 
     def require_running(self, sandbox: Sandbox) -> StartedMachine:
@@ -138,14 +138,14 @@ class Machines:
                 os.close(process.pidfd)
                 raise BackendFailed(
                     f"process {process.pid} of sandbox {sandbox.id} is not in a network slot of this gateway: restore "
-                    "network.prefix, or end the process"
+                    "network.prefix, or kill the process"
                 )
             else:
                 known_processes[process.instance] = (process, process.slot_number)
         await self._network_slots.open({slot_number for _, slot_number in known_processes.values()})
         self._cgroups.sweep(set(known_processes))
         for instance, (process, slot_number) in known_processes.items():
-            if wait_until_ended(process.pidfd, 0):
+            if wait_for_exit(process.pidfd, 0):
                 os.close(process.pidfd)
                 continue
             machine = Machine(process.pid, self._layout.instance(sandboxes[instance]), pidfd=process.pidfd)
@@ -175,7 +175,7 @@ class Machines:
         }:
             self._old_logs = asyncio.create_task(self._empty_old_logs(instances_with_old_logs))
 
-    # -- starting and ending ----------------------------------------------------------------------------------------
+    # -- starting and stopping --------------------------------------------------------------------------------------
 
     async def launch(self, sandbox: Sandbox, files: InstanceFiles, state: Path | None, *, hold: bool = False) -> None:
         """Start ``sandbox.instance`` from its files and set ``sandbox.host``. Without ``state``, the machine boots.
@@ -186,7 +186,7 @@ class Machines:
         try:
             if mounts := self._volumes.list_available_mounts(sandbox):
                 await self._volumes.allow(sandbox, mounts, slot.host_address)
-            machine = await Machine.spawn(self._make_machine_spec(sandbox, slot), files, state=state, hold=hold)
+            machine = await Machine.spawn(self._build_machine_spec(sandbox, slot), files, state=state, hold=hold)
         except BaseException:
             await self._release_slot(sandbox.instance, slot)
             raise
@@ -240,7 +240,7 @@ class Machines:
                 )
 
     async def _release_slot(self, instance: str, slot: Slot) -> None:
-        """Release the slot of a machine that has ended, once no volume server accepts its address any longer."""
+        """Release the slot of a stopped machine, once no volume server accepts its address any longer."""
         if not self._volumes.revoke_all(instance, lambda: self._network_slots.release(slot)):
             await self._network_slots.release(slot)
 
@@ -252,7 +252,7 @@ class Machines:
         memory_limit_mb = sandbox.resources.memory_mb + self._config.limits.memory_overhead_mb
         self._cgroups.limit(sandbox.instance, pid, memory_mb=memory_limit_mb, cpus=sandbox.resources.cpus)
 
-    def _make_machine_spec(self, sandbox: Sandbox, slot: Slot) -> MachineSpec:
+    def _build_machine_spec(self, sandbox: Sandbox, slot: Slot) -> MachineSpec:
         return MachineSpec(
             label=f"{self._config.network.prefix}-{slot.number}-{sandbox.instance}",
             qemu=self._config.kvm_xfs.qemu,
@@ -289,8 +289,8 @@ class Machines:
 async def _has_opened_disk(process: MachineProcess, files: InstanceFiles, deadline: float) -> bool:
     """Return whether a process is the machine of ``files``, because it has opened their disk.
 
-    Its command line does not prove this: a guest that controls QEMU can change it, but cannot open another disk. If the
-    process runs in a network slot, wait until ``deadline`` for it to open the disk.
+    Its command line does not prove this: a guest that controls QEMU can change it, but cannot open another sandbox's
+    disk. If the process runs in a network slot, wait until ``deadline`` for it to open the disk.
     """
     while True:
         with contextlib.suppress(OSError):
@@ -302,11 +302,11 @@ async def _has_opened_disk(process: MachineProcess, files: InstanceFiles, deadli
 
 
 async def _stop_stray_process(process: MachineProcess) -> bool:
-    """Kill a process and wait until it has ended. Returns False if it had already ended. Raises Timeout."""
+    """Kill a process and wait until it has exited. Returns False if it had already exited. Raises Timeout."""
     start = time.monotonic()
-    had_ended = wait_until_ended(process.pidfd, 0)
+    had_ended = wait_for_exit(process.pidfd, 0)
     send_signal(process.pidfd, signal.SIGKILL)
-    has_ended = await asyncio.to_thread(wait_until_ended, process.pidfd, _KILL_TIMEOUT_SECONDS)
+    has_ended = await asyncio.to_thread(wait_for_exit, process.pidfd, _KILL_TIMEOUT_SECONDS)
     os.close(process.pidfd)
     if not has_ended:
         raise Timeout(f"process {process.pid} did not exit within {_KILL_TIMEOUT_SECONDS:g} s of SIGKILL")

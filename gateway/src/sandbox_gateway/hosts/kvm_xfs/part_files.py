@@ -24,7 +24,7 @@ class PartFiles:
                 try:
                     descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
                 except FileNotFoundError:
-                    raise Conflict(f"snapshot {snapshot_id} is being removed: export another snapshot") from None
+                    raise Conflict(f"snapshot {snapshot_id} is being removed: export a different snapshot") from None
                 stack.callback(os.close, descriptor)
                 self._descriptors[part] = descriptor
             self.sizes = {part: os.fstat(descriptor).st_size for part, descriptor in self._descriptors.items()}
@@ -38,7 +38,9 @@ class PartFiles:
         with translated_os_errors():
             data = os.pread(self._descriptors[part], length, offset)
         if len(data) != length:
-            raise BackendFailed(f"the {part} of the snapshot was truncated during the export: export another snapshot")
+            raise BackendFailed(
+                f"the {part} of the snapshot was truncated during the export: export a different snapshot"
+            )
         return data
 
     def close(self) -> None:

@@ -1,7 +1,7 @@
 """Find processes by what the kernel knows about them, and signal them.
 
 Any user of the host can start a process with any command line. A guest that has taken over a process of the gateway can
-change or erase the command line, close files, and end threads, even the main thread. But it cannot leave its network
+change or erase the command line, close files, and exit threads, even the main thread. But it cannot leave its network
 namespace: that requires unshare(2), setns(2) or a new process, which the seccomp filters of QEMU and of volume servers
 refuse. Its user id cannot change either, but all machines may run as root, and a range of user ids may be
 misconfigured. A control group may be missing, because the host lacks the controllers or the gateway died before it set
@@ -9,7 +9,7 @@ the limits.
 
 A pid can be reused at any time, unless it belongs to a child that has not been waited for. So processes are identified
 with an open pidfd (`find_processes`) and signalled only through it (`send_signal`). Functions that take a pid raise
-OSError if the process has ended.
+OSError if the process has exited.
 """
 
 from __future__ import annotations
@@ -47,21 +47,21 @@ def find_processes(identify: Callable[[int, int], _T | None]) -> Iterator[tuple[
         identity = None
         with contextlib.suppress(OSError):
             identity = identify(pid, pidfd)
-        # If the process has ended, another may have its pid, and `identify` may have read about that process.
-        if identity is None or wait_until_ended(pidfd, 0):
+        # If the process has exited, another may have its pid, and `identify` may have read about that process.
+        if identity is None or wait_for_exit(pidfd, 0):
             os.close(pidfd)
         else:
             yield pid, pidfd, identity
 
 
 def send_signal(pidfd: int, number: int) -> None:
-    """Send a signal to a process, unless it has ended."""
+    """Send a signal to a process, unless it has exited."""
     with contextlib.suppress(ProcessLookupError):
         signal.pidfd_send_signal(pidfd, number)
 
 
-def wait_until_ended(pidfd: int, seconds: float) -> bool:
-    """Wait at most ``seconds`` for a process to end. Returns whether it has ended."""
+def wait_for_exit(pidfd: int, seconds: float) -> bool:
+    """Wait at most ``seconds`` for a process to exit. Returns whether it has exited."""
     poller = select.poll()
     poller.register(pidfd, select.POLLIN)
     return bool(poller.poll(seconds * 1000))
@@ -74,14 +74,14 @@ def identify_namespace(path: Path) -> tuple[int, int]:
 
 
 def read_network_namespace(pid: int, pidfd: int) -> tuple[int, int]:
-    """Return the identity of a process's network namespace, even if the main thread has ended."""
+    """Return the identity of a process's network namespace, even if the main thread has exited."""
     namespace = _read_namespace_of_threads(pid)
-    if namespace is None and not wait_until_ended(pidfd, 0):
-        # All listed threads have ended, but new ones exist. Stop the process, so that it cannot create any more.
+    if namespace is None and not wait_for_exit(pidfd, 0):
+        # All listed threads have exited, but new ones exist. Stop the process, so that it cannot create more.
         send_signal(pidfd, signal.SIGSTOP)
         deadline = time.monotonic() + _STOP_TIMEOUT_SECONDS
         try:
-            while namespace is None and not wait_until_ended(pidfd, 0) and time.monotonic() < deadline:
+            while namespace is None and not wait_for_exit(pidfd, 0) and time.monotonic() < deadline:
                 namespace = _read_namespace_of_threads(pid)
         finally:
             send_signal(pidfd, signal.SIGCONT)
@@ -91,7 +91,7 @@ def read_network_namespace(pid: int, pidfd: int) -> tuple[int, int]:
 
 
 def _read_namespace_of_threads(pid: int) -> tuple[int, int] | None:
-    """Return the identity of the network namespace of the first thread that has not ended, or None if all have ended.
+    """Return the identity of the network namespace of the first thread that has not exited, or None if all have exited.
 
     Raises PermissionError if the gateway lacks the permission to find out, which a guest cannot cause.
     """

@@ -1,4 +1,4 @@
-"""Move damaged objects to a directory below the state root, so that they are neither used nor lost."""
+"""Move damaged objects to a directory in the state root, so that they are neither used nor lost."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _QUARANTINE_NAME = ".damaged"
 
 
 class Quarantine:
-    """A directory for damaged objects, below the state root ``root``."""
+    """A directory for damaged objects, in the state root ``root``."""
 
     def __init__(self, root: Path) -> None:
         self._directory = root / _QUARANTINE_NAME

@@ -26,13 +26,13 @@ from sandbox_gateway.records import MemoryMode, Snapshot
 from sandbox_gateway.tasks import clean_up, finish_despite_cancellation
 
 _CPU_FIELDS = frozenset({"vendor_id", "cpu family", "model", "model name", "stepping", "flags", "features"})
-"""The lines of /proc/cpuinfo that distinguish CPU models. Others, such as the clock speed, can differ at each read."""
+"""The lines of /proc/cpuinfo that distinguish CPU models. The clock speed, for example, differs at each read."""
 _CPU_INFO = Path("/proc/cpuinfo")
 
 log = Logger("kvm_xfs")
 
 
-def make_portable_platform(platform: Mapping[str, str]) -> dict[str, str]:
+def build_portable_platform(platform: Mapping[str, str]) -> dict[str, str]:
     """Return the recorded platform of a machine in a form that can be compared across hosts.
 
     The CPU model `host` can mean a different CPU on each host. It is therefore followed by a digest of this
@@ -48,7 +48,7 @@ def make_portable_platform(platform: Mapping[str, str]) -> dict[str, str]:
 
 def find_platform_problem(own_platform: Mapping[str, str], other_platform: Mapping[str, str]) -> str:
     """Return, as a clause, why memory captured on ``other_platform`` cannot be restored on ``own_platform``, or ""."""
-    for key, value in make_portable_platform(own_platform).items():
+    for key, value in build_portable_platform(own_platform).items():
         if other_platform.get(key) != value:
             name = key.replace("_", " ")
             return f"it was captured with {name} {other_platform.get(key)!r}, but this host has {value!r}"
@@ -62,7 +62,7 @@ class SnapshotFileSource(PartFiles):
         """Open the files. Raises Conflict if they have been removed, or OSError."""
         super().__init__(_list_paths(files, memory=memory), snapshot.id)
         self.architecture = os.uname().machine
-        self.platform = make_portable_platform(snapshot.host["platform"]) if memory else {}
+        self.platform = build_portable_platform(snapshot.host["platform"]) if memory else {}
         self.line = memory and bool(snapshot.host.get("line"))
 
 

@@ -75,7 +75,7 @@ def read_gateway_key(directory: Path) -> str:
 
 
 def can_mount_identity(root: Path) -> bool:
-    """Return whether IDENTITY is a directory below ``root`` whose path has no symbolic links.
+    """Return whether IDENTITY is a directory under ``root`` whose path has no symbolic links.
 
     The sandbox's root user may have replaced it.
     """

@@ -51,7 +51,7 @@ class Jails:
         """Return the names of the jails that are not dying."""
         return {jail.name for jail in await self.list_all() if not jail.is_dying}
 
-    async def list_below(self, directory: Path) -> dict[str, list[Jail]]:
+    async def list_under(self, directory: Path) -> dict[str, list[Jail]]:
         """Return the jails whose root directories are in ``directory``, keyed by the name of the root directory."""
         jails_by_root: dict[str, list[Jail]] = {}
         for jail in await self.list_all():
@@ -85,7 +85,7 @@ class Jails:
         """Kill the processes of a jail, if it exists, take back its network interface, and remove the jail."""
         await self.signal(name, "KILL")
         if interface:
-            # If the jail ended with its last process, its interface is already back on the host.
+            # If the jail was removed with its last process, its interface is already back on the host.
             absent_messages = ("Device not configured", "does not exist", *_ABSENT_MESSAGES)
             await self._run.run_removal("ifconfig", interface, "-vnet", name, absent_messages=absent_messages)
         await self._run.run_removal("jail", "-R", name, absent_messages=_ABSENT_MESSAGES)

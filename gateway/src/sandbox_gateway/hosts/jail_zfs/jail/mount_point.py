@@ -17,11 +17,11 @@ _OPEN_FLAGS = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 _PATH_MAX_BYTES = 1023
 """Maximum length of a mount point's path: MNAMELEN of FreeBSD 12 and later, without the final NUL."""
 
-_REMEDY = "choose another path"
+_REMEDY = "choose a different path"
 
 
 def prepare(root: Path, path: str) -> None:
-    """Create the missing directories of ``path`` below ``root``, without following symbolic links.
+    """Create the missing directories of ``path`` under ``root``, without following symbolic links.
 
     Raises Invalid, and removes the directories that it created, if ``path`` cannot be a mount point.
     """

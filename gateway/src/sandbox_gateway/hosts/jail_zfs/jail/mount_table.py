@@ -54,8 +54,8 @@ class MountTable:
         """Return all mounts of this machine, oldest first."""
         return parse_mounts(await self._run("mount", "--libxo", "json", "-v"))
 
-    async def list_below(self, directory: Path) -> list[MountEntry]:
-        """Return the mounts below a directory, deepest first and then newest first."""
+    async def list_under(self, directory: Path) -> list[MountEntry]:
+        """Return the mounts under a directory, deepest first and then newest first."""
         mounts = [each for each in await self.list_all() if each.node.startswith(f"{directory}/")]
         mounts.reverse()
         return sorted(mounts, key=lambda each: each.node.count("/"), reverse=True)

@@ -47,7 +47,7 @@ class JailMounts:
     # -- mounting ---------------------------------------------------------------------------------------------------
 
     async def mount(self, root: Path, source: Path, mount: Mount) -> None:
-        """Mount ``source`` at ``mount.path`` below the jail's ``root``. Raises Invalid if the path is unsuitable.
+        """Mount ``source`` at ``mount.path`` under the jail's ``root``. Raises Invalid if the path is unsuitable.
 
         If the jail is running, call this inside ``JailSuspension.suspended``. If a symbolic link still redirects the
         mount, this method removes the mount and raises Invalid.
@@ -80,7 +80,7 @@ class JailMounts:
         except BackendFailed as error:
             if "Device busy" in error.message:
                 raise Invalid(
-                    f"something is already mounted on {mount.path}: choose another path, or unmount it first"
+                    f"something is already mounted on {mount.path}: choose a different path, or unmount it first"
                 ) from None
             if any(text in error.message for text in _PATH_CHANGED_MESSAGES) and f"{source}: " not in error.message:
                 raise Invalid(
@@ -102,16 +102,16 @@ class JailMounts:
                 await self._table.unmount(stray)
         raise Invalid(
             f"a volume cannot be mounted on {mount.path}, because the path contains a symbolic link: "
-            "choose another path"
+            "choose a different path"
         )
 
     def adopt(self, mount: MountEntry) -> None:
         """Take over a mount from an earlier gateway process."""
         self._nodes.add(mount.node)
 
-    async def list_below(self, root: Path, volumes: Path) -> list[MountEntry]:
-        """Return the mounts below ``root`` whose source is in the directory ``volumes``, deepest and newest first."""
-        return [each for each in await self._table.list_below(root) if _is_below(each.special, volumes)]
+    async def list_under(self, root: Path, volumes: Path) -> list[MountEntry]:
+        """Return the mounts under ``root`` whose source is in the directory ``volumes``, deepest and newest first."""
+        return [each for each in await self._table.list_under(root) if _is_under(each.special, volumes)]
 
     # -- unmounting -------------------------------------------------------------------------------------------------
 
@@ -124,14 +124,14 @@ class JailMounts:
         self._nodes.discard(mount.node)
 
     async def unmount_all(self, root: Path) -> None:
-        """Unmount everything below the root of a jail that has ended. Failed unmounts are retried in the background."""
-        for mount in await self._table.list_below(root):
+        """Unmount everything under the root of a stopped jail. Failed unmounts are retried in the background."""
+        for mount in await self._table.list_under(root):
             await self.unmount_or_retry(mount)
-        self._nodes = {node for node in self._nodes if not _is_below(node, root)}
+        self._nodes = {node for node in self._nodes if not _is_under(node, root)}
 
-    async def unmount_below(self, root: Path) -> None:
-        """Unmount everything below a directory. Raises BackendFailed if a mount cannot be removed."""
-        for mount in await self._table.list_below(root):
+    async def unmount_under(self, root: Path) -> None:
+        """Unmount everything in a directory. Raises BackendFailed if a mount cannot be removed."""
+        for mount in await self._table.list_under(root):
             await self._table.unmount(mount)
 
     async def sweep(self, directory: Path, in_use: Container[str]) -> list[str]:
@@ -141,7 +141,7 @@ class JailMounts:
         """
         unmounted_nodes: list[str] = []
         stuck_nodes: list[str] = []
-        for mount in await self._table.list_below(directory):
+        for mount in await self._table.list_under(directory):
             instance = Path(mount.node).relative_to(directory).parts[0]
             if mount.kind in ("nullfs", "devfs") and instance not in in_use:
                 (unmounted_nodes if await self.unmount_or_retry(mount) else stuck_nodes).append(mount.node)
@@ -193,5 +193,5 @@ class JailMounts:
                 await each.unmount_event.wait()
 
 
-def _is_below(path: str, directory: Path) -> bool:
+def _is_under(path: str, directory: Path) -> bool:
     return path.startswith(f"{directory}/")

@@ -19,16 +19,16 @@ class JailNames:
         self._prefix = prefix
         self._dying_seconds = dying_seconds
 
-    def make_default_name(self, instance: str) -> str:
+    def build_default_name(self, instance: str) -> str:
         """Return the name that an instance's jail usually has."""
         return f"{self._prefix}-{instance}"
 
     async def choose_unused_name(self, instance: str, root: Path) -> str:
-        """Return the default name, or another one if a dying jail does not release it in time.
+        """Return the default name, or a different name if a dying jail does not release it in time.
 
         ``root``: the root directory of the instance's jails.
         """
-        name = self.make_default_name(instance)
+        name = self.build_default_name(instance)
         deadline = asyncio.get_running_loop().time() + self._dying_seconds
         while True:
             names_in_use = {jail.name for jail in await self._jails.list_all() if Path(jail.path) == root}

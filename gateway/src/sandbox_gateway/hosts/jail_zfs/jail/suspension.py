@@ -1,4 +1,4 @@
-"""Stop the processes of jails while their mounts change, and resume them, even after a crash of the gateway."""
+"""Suspend jails while their mounts change, and resume them, even after a crash of the gateway."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ class JailSuspension:
 
     @asynccontextmanager
     async def suspended(self, jails: Iterable[str]) -> AsyncIterator[None]:
-        """Keep all processes of the jails stopped inside this context.
+        """Keep the jails suspended inside this context: SIGSTOP has stopped all their processes.
 
-        Each stopped jail is recorded in a file, so that a gateway that restarts after a crash can resume the jail.
+        Each suspended jail is recorded in a file, so that a gateway that restarts after a crash can resume the jail.
         """
         names = sorted(set(jails))
         try:
@@ -48,13 +48,13 @@ class JailSuspension:
                 (self._stopped_directory / name).unlink(missing_ok=True)
             except GatewayError as error:
                 log.error(
-                    "a stopped jail could not be resumed; the gateway will try again when it next starts",
+                    "a suspended jail could not be resumed; the gateway will try again when it next starts",
                     jail=name,
                     reason=error.message,
                 )
 
     async def resume_all(self) -> list[str]:
-        """Resume jails that are still stopped after a crash. Returns a sentence for each."""
+        """Resume jails that are still suspended after a crash. Returns a sentence for each."""
         names = [path.name for path in self._stopped_directory.iterdir()] if self._stopped_directory.is_dir() else []
         await self._resume(names)
-        return [f"resumed the jail {name}, which had been stopped to change its volumes" for name in names]
+        return [f"resumed the jail {name}, which had been suspended to change its volumes" for name in names]

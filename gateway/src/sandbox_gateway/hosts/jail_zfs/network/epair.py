@@ -8,9 +8,8 @@
 The members of the bridge are private: they can reach the host, but not each other. pf controls access to the host and
 to other networks. Every epair is created in the interface group ``<prefix>-epair``.
 
-Root in a jail may send frames with any Ethernet address and forge ARP. Therefore, neither the bridge nor the host
-learns addresses: the gateway binds the Ethernet address of each jail to its bridge member, and its IP address to its
-Ethernet address.
+Root in a jail may send frames with any MAC address and forge ARP. Therefore, neither the bridge nor the host learns
+addresses: the gateway binds the MAC address of each jail to its bridge member, and its IP address to its MAC address.
 """
 
 from __future__ import annotations
@@ -50,7 +49,7 @@ def _derive_mac(address: ipaddress.IPv4Address) -> str:
 
 
 def parse_arp(text: str) -> dict[str, str]:
-    """Return the Ethernet addresses in the output of ``arp -n -a``, by IPv4 address."""
+    """Return the MAC addresses in the output of ``arp -n -a``, by IPv4 address."""
     return dict(re.findall(r"^\S+ \((\d{1,3}(?:\.\d{1,3}){3})\) at ([0-9a-f:]{17}) ", text, re.MULTILINE))
 
 
@@ -83,7 +82,7 @@ class Bridge:
         if addresses and expected_address not in addresses:
             raise BackendFailed(
                 f"the bridge {self.name} has the address {addresses[0]}, not {expected_address}: "
-                "set [jail_zfs] bridge to another bridge, or change [network] subnet to match"
+                "set [jail_zfs] bridge to a different bridge, or change [network] subnet to match"
             )
         # staticarp: the host answers ARP requests, but packets never make it add or change an entry.
         await self._run("ifconfig", self.name, *([] if addresses else ["inet", expected_address]), "staticarp", "up")
@@ -118,7 +117,7 @@ class Bridge:
 
     async def _connect(self, epair: Epair, *, is_member: bool) -> None:
         outer_end = epair.outer_end
-        # -learn, -discover and static: the member gets exactly the frames for the jail's Ethernet address.
+        # -learn, -discover and static: the member gets exactly the frames for the jail's MAC address.
         flags = ("private", outer_end, "-learn", outer_end, "-discover", outer_end, "static", outer_end, epair.mac)
         await self._run("ifconfig", self.name, *(() if is_member else ("addm", outer_end)), *flags)
         await self._run("arp", "-S", epair.address, epair.mac)
@@ -142,7 +141,7 @@ class Bridge:
             await self._destroy(name)
         arp_entries = parse_arp(await self._run("arp", "-n", "-i", self.name, "-a"))
         known_addresses = {self.epair(number).address for number in in_use}
-        # Only the gateway's entries have the Ethernet address that the gateway derives from the IP address.
+        # Only the gateway's entries have the MAC address that the gateway derives from the IP address.
         stray_addresses = [
             address
             for address, mac in arp_entries.items()

@@ -15,7 +15,7 @@ log = Logger("jail_zfs")
 
 
 class JailNetwork:
-    """Manages the bridge, and the epair and the packet filter rules of each jail."""
+    """Manages the bridge, and each jail's epair and packet filter rules."""
 
     def __init__(self, run: CommandRunner, config: Config) -> None:
         self._run = run
@@ -46,23 +46,23 @@ class JailNetwork:
     async def connect(self, jail: str, epair: Epair, policy: NetworkPolicy) -> None:
         """Create an epair and load the rules of its jail. Call this before the jail is created."""
         await finish_despite_cancellation(
-            wait_for_all(self.bridge.create(epair), self.apply_policy(jail, epair, policy))
+            wait_for_all(self.bridge.create(epair), self._load_rules(jail, epair, policy))
         )
 
     async def restore(self, jail: str, epair: Epair, policy: NetworkPolicy) -> None:
         """Connect a jail that an earlier gateway process started, and load its rules."""
         if not await self.bridge.restore(epair):
             # Root in a jail may destroy its interface. This must not keep the gateway from starting.
-            log.warning("the network interface of a jail does not exist any more", jail=jail, interface=epair.outer_end)
-        await self.apply_policy(jail, epair, policy)
+            log.warning("the network interface of a jail no longer exists", jail=jail, interface=epair.outer_end)
+        await self._load_rules(jail, epair, policy)
 
-    async def apply_policy(self, jail: str, epair: Epair, policy: NetworkPolicy) -> None:
-        """Replace the rules of a jail atomically. Open connections stay open."""
+    async def _load_rules(self, jail: str, epair: Epair, policy: NetworkPolicy) -> None:
+        """Replace the rules of a jail atomically. They only apply to new connections."""
         await self._pf.apply(jail, epair, policy, self.name_servers())
 
     async def change_policy(self, jail: str, epair: Epair, policy: NetworkPolicy) -> None:
-        """Replace the rules of a jail, and apply them to open connections as well."""
-        await self.apply_policy(jail, epair, policy)
+        """Replace the rules of a jail, and apply them to open connections as well as new ones."""
+        await self._load_rules(jail, epair, policy)
         await self._pf.kill_states(epair)
 
     async def destroy_epair(self, epair: Epair) -> None:

@@ -6,7 +6,7 @@ anchor ``sbx/<jail>`` has ``quick`` rules for the jail's address. Root in a jail
 the rules on its epair drop packets from other addresses.
 
 pf evaluates the packets of a jail on its epair, which is a member of the bridge, and then on the bridge. If a frame is
-a broadcast, or is sent to the Ethernet address of the epair's outer end, the host receives it from the epair, and not
+a broadcast, or is sent to the MAC address of the epair's outer end, the host receives it from the epair, and not
 from the bridge. Therefore, the rules of a jail apply on the epair. On the bridge, only packets that match a state pass;
 by default, pf's states are not bound to an interface.
 """

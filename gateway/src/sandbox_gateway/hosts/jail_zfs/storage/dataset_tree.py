@@ -18,7 +18,7 @@ from sandbox_gateway.hosts.jail_zfs.storage.root import RootDataset
 class DatasetTree:
     """The datasets in one container of the root dataset, and the datasets from which they were cloned.
 
-    ``is_disposable`` decides whether a dataset is destroyed with its last snapshot. Methods may raise ZFSError.
+    ``is_disposable`` decides whether a dataset is destroyed after its last snapshot. Methods may raise ZFSError.
     """
 
     def __init__(

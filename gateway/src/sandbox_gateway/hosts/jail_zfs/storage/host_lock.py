@@ -81,7 +81,7 @@ class HostLock:
                 file.close()
                 raise Conflict(
                     f"another gateway on this machine uses {self._root} (lock {self._path}): stop it, or "
-                    "configure another root dataset for this gateway"
+                    "configure a different root dataset for this one"
                 )
             if time.monotonic() > deadline:
                 file.close()
@@ -128,7 +128,7 @@ class HostLock:
             return [f"{self._root}: replaced the recorded owner {owner_text[:80]!r}, which is not valid"]
         owner_description = f"process {pid} of host {host}"
         if kernel != _read_boot_identity():
-            return [f"{self._root}: taken over from {owner_description}, which ended when its machine stopped"]
+            return [f"{self._root}: taken over from {owner_description}, which exited when its machine stopped"]
         if host != socket.gethostname():
             raise Conflict(
                 f"{self._root} belongs to a gateway in another container on this machine ({owner_description}): stop "
@@ -138,7 +138,7 @@ class HostLock:
             raise Conflict(
                 f"{self._root} belongs to a gateway that is still running ({owner_description}): stop it first"
             )
-        return [f"{self._root}: taken over from {owner_description}, which has ended"]
+        return [f"{self._root}: taken over from {owner_description}, which has exited"]
 
 
 def _try_to_lock(file: IO[str]) -> bool:

@@ -1,7 +1,7 @@
 """Manage the file systems of sandboxes. Each instance is a clone that stores the record of its sandbox.
 
 An instance that has snapshots is retired when its sandbox is removed: it is unmounted, loses its record, and is moved
-to ``retired/``. It is destroyed with its last snapshot.
+to ``retired/``. It is destroyed when its last snapshot is destroyed.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class InstanceStorage:
         self.tree = DatasetTree(root, SANDBOXES, ballast, records, self._is_disposable)
 
     def dataset(self, instance: str) -> str:
-        return self._root.make_child_name(SANDBOXES, instance)
+        return self._root.build_child_name(SANDBOXES, instance)
 
     @property
     def directory(self) -> Path:
@@ -102,8 +102,8 @@ class InstanceStorage:
         return zfs_core.used_bytes(self.dataset(instance))
 
     def is_retired(self, dataset: str) -> bool:
-        if not dataset.startswith(self._root.make_child_name(SANDBOXES, "")):
-            return dataset.startswith(self._root.make_child_name(RETIRED, ""))
+        if not dataset.startswith(self._root.build_child_name(SANDBOXES, "")):
+            return dataset.startswith(self._root.build_child_name(RETIRED, ""))
         return self.tree.is_retired(dataset)
 
     def _is_disposable(self, dataset: str) -> bool:
@@ -154,7 +154,7 @@ class InstanceStorage:
 
         zfs-fuse cannot move it while clones of its snapshots are mounted; in that case, the next scan retries.
         """
-        new_name = self._root.make_child_name(RETIRED, dataset.rpartition("/")[2])
+        new_name = self._root.build_child_name(RETIRED, dataset.rpartition("/")[2])
         try:
             self._ballast.run_even_if_full(lambda: zfs_core.lzc_rename(dataset, new_name, remounted=True, retry=False))
         except zfs_core.exceptions.DatasetBusy:

@@ -126,7 +126,7 @@ def decode(props: Mapping[str, str], kind: Kind) -> StoredRecord:
         raise ValueError(explain(error)[:500]) from None
 
 
-def make_volume_snapshot_property(snapshot_id: str) -> str:
+def build_volume_snapshot_property(snapshot_id: str) -> str:
     """Return the name of the property that contains the record of a volume's snapshot.
 
     The name contains the id because one `zfs snapshot` of several datasets sets the same properties on all of them.

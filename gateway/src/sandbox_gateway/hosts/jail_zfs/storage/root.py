@@ -1,4 +1,4 @@
-"""Manage the root dataset, below which a gateway stores everything."""
+"""Manage the root dataset, under which a gateway stores everything."""
 
 from __future__ import annotations
 
@@ -65,14 +65,14 @@ class RootDataset:
     def tree_locked(self) -> Iterator[None]:
         """Prevent other threads from moving or removing datasets that other datasets may depend on.
 
-        Raises Busy if the thread that holds the lock waits for a command that hangs.
+        Raises Busy if the thread that holds the lock waits for a hung command.
         """
         while not self._tree_lock.acquire(timeout=_LOCK_POLL_SECONDS):
             if commands := list_slow_commands(thread=self._tree_lock_owner):
                 raise Busy(
                     f"`{commands[0].command}` has been running on {commands[0].name} for "
-                    f"{time.time() - commands[0].started_at:.0f} s. Until it ends, no other dataset can be moved or "
-                    "removed: try again later"
+                    f"{time.time() - commands[0].started_at:.0f} s. Until it finishes, no other dataset can be moved "
+                    "or removed: try again later"
                 )
         try:
             self._tree_lock_owner = threading.get_ident()
@@ -80,7 +80,7 @@ class RootDataset:
         finally:
             self._tree_lock.release()
 
-    def make_child_name(self, container: str, name: str) -> str:
+    def build_child_name(self, container: str, name: str) -> str:
         """Return the full name of a dataset in one of CONTAINERS."""
         return f"{self.dataset}/{container}/{name}"
 

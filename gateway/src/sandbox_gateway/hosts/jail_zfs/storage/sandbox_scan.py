@@ -64,7 +64,7 @@ class _Claim(NamedTuple):
 
 
 def interpret_sandboxes(root: str, facts: Facts, local_props: UserProperties) -> SandboxFindings:
-    """Interpret the datasets and snapshots below ``root``.
+    """Interpret the datasets and snapshots under ``root``.
 
     ``facts`` contains the SCAN_PROPERTIES of each, and ``local_props`` the user properties that are set on each.
     """
@@ -179,7 +179,7 @@ class _Reader:
         """Find the parts of records, and determine which of them are stale.
 
         Parts of quarantined records are kept, because they may help repair the records. Parts of retired instances
-        are stale, and those of older releases may contain the environments of sandboxes.
+        are stale. If an older release wrote them, they may contain the environments of sandboxes.
         """
         retired_prefix = f"{self._root}/{RETIRED}/"
         readable_names = {

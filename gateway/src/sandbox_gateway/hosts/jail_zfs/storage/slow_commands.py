@@ -1,4 +1,4 @@
-"""Find ZFS commands that hang, or that have run for so long that they probably do."""
+"""Find ZFS commands that are hung, or that have run for so long that they probably are."""
 
 from __future__ import annotations
 

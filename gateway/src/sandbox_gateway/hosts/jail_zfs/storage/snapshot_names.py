@@ -59,7 +59,7 @@ class SnapshotNames:
             try:
                 return self._names[snapshot_id]
             except KeyError:
-                raise self._make_not_found_error(snapshot_id) from None
+                raise self._create_not_found_error(snapshot_id) from None
 
     def call_with_name(self, snapshot_id: str, action: Callable[[str], R]) -> R:
         """Call ``action`` with the snapshot's full name, and again if the snapshot is renamed during the call.
@@ -78,7 +78,7 @@ class SnapshotNames:
                     if zfs_core.lzc_exists(name):
                         raise
                     self.remove(snapshot_id)
-                    raise self._make_not_found_error(snapshot_id) from None
+                    raise self._create_not_found_error(snapshot_id) from None
 
-    def _make_not_found_error(self, snapshot_id: str) -> NotFound:
+    def _create_not_found_error(self, snapshot_id: str) -> NotFound:
         return NotFound(self._noun, snapshot_id, resource=self._noun.replace(" ", "_"))

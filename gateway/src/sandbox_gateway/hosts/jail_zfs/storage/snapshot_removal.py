@@ -1,4 +1,4 @@
-"""Destroy a snapshot, or hide it until nothing uses it any more."""
+"""Destroy a snapshot, or hide it until it is no longer used."""
 
 from __future__ import annotations
 

@@ -44,11 +44,11 @@ class SnapshotStreams:
         """Write a stream that contains the whole snapshot, without properties, to the descriptor ``file``."""
         send(self._names, snapshot_id, file)
 
-    def _make_full_name(self, record: Snapshot) -> str:
+    def _build_full_name(self, record: Snapshot) -> str:
         """Return the full name, ``dataset@snapshot``, that a received snapshot gets."""
         if record.kind is SnapshotKind.TEMPLATE:
             return f"{self._root.dataset}/{TEMPLATE_PREFIX}{record.id}@{BASE_NAME}"
-        return f"{self._root.make_child_name(RETIRED, record.id)}@{record.id}"
+        return f"{self._root.build_child_name(RETIRED, record.id)}@{record.id}"
 
     @translate_errors
     def receive(self, record: Snapshot, file: int) -> None:
@@ -57,10 +57,10 @@ class SnapshotStreams:
         The dataset gets its final name last. The next scan removes a dataset that was not renamed.
         """
         check_stream(file)
-        full_name = self._make_full_name(record)
+        full_name = self._build_full_name(record)
         record.host = {"zfsSnapshot": full_name}
         dataset, _, short_name = full_name.partition("@")
-        partial_dataset = self._make_partial_name(record)
+        partial_dataset = self._build_partial_name(record)
         partial_name, name = f"{partial_dataset}@{short_name}", f"{dataset}@{short_name}"
         try:
             zfs_core.lzc_receive(partial_name, file)
@@ -83,10 +83,10 @@ class SnapshotStreams:
         """Remove a received snapshot, and anything that a failed ``receive`` left behind."""
         with suppress(NotFound):
             self._snapshots.destroy(record.id)
-        destroy_partial_dataset(self._make_partial_name(record))
+        destroy_partial_dataset(self._build_partial_name(record))
 
-    def _make_partial_name(self, record: Snapshot) -> str:
-        return make_partial_name(self._root, record.id)
+    def _build_partial_name(self, record: Snapshot) -> str:
+        return build_partial_name(self._root, record.id)
 
     def sweep(self, datasets: list[str]) -> list[str]:
         """Remove datasets of interrupted imports. Returns a sentence for each."""
@@ -94,9 +94,9 @@ class SnapshotStreams:
         return [attempt(name, "removed", reason, partial(destroy_partial_dataset, name)) for name in datasets]
 
 
-def make_partial_name(root: RootDataset, id: str) -> str:
+def build_partial_name(root: RootDataset, id: str) -> str:
     """Return the name of the dataset in which an import is created. The next scan removes such datasets."""
-    return root.make_child_name(RETIRED, f"{IMPORT_PREFIX}{id}")
+    return root.build_child_name(RETIRED, f"{IMPORT_PREFIX}{id}")
 
 
 def measure(names: SnapshotNames, snapshot_id: str) -> int:

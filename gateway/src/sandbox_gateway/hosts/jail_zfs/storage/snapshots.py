@@ -91,7 +91,7 @@ class SnapshotStorage:
 
     @translate_errors
     def destroy(self, snapshot_id: str, *, deferred: bool = False) -> bool:
-        """Remove a snapshot. Returns False if it is only hidden; ZFS then removes it with its last clone or hold.
+        """Remove a snapshot. Returns False if it is only hidden, until ZFS removes its last clone or hold.
 
         Unless ``deferred``, raises InUseExternally, with the names of all users, if the snapshot is held or has clones
         that are not retired. With ``deferred``, or if all clones are retired, the snapshot is hidden.

@@ -55,7 +55,7 @@ class StorageScan:
 
 
 class ZfsStorage:
-    """The storage below the dataset ``root_dataset``, which must exist and have a mount point.
+    """The storage under the dataset ``root_dataset``, which must exist and have a mount point.
 
     ``state_root``: the directory for the lock and for the environments of sandboxes.
     """
@@ -112,7 +112,7 @@ class ZfsStorage:
     def scan(self, teardown: Callable[[str], None] = lambda instance: None) -> StorageScan:
         """Find all objects and remove uncommitted ones. Damaged objects are reported and do not stop the scan.
 
-        Leftovers of volumes are found but not removed: ``volumes.sweep`` removes them when no jail uses them any more.
+        Leftovers of volumes are found but not removed: ``volumes.sweep`` removes them once no jail uses them.
         ``teardown(instance)`` is called before an instance is removed, to stop the processes in it. If it raises an
         exception, the error is reported and the instance stays until the next scan. Raises BackendFailed, before
         anything is changed, if a newer release has written a record that this release cannot read.
@@ -136,7 +136,7 @@ class ZfsStorage:
             notes += self.streams.sweep(findings.unfinished_imports)
             notes += self._load_secrets(findings)
             notes += self._ballast.refill()
-            instance_prefix = self.root.make_child_name(SANDBOXES, "")
+            instance_prefix = self.root.build_child_name(SANDBOXES, "")
             unreadable_datasets = [
                 name
                 for name in findings.marks.quarantine_reasons

@@ -10,8 +10,8 @@ from sandbox_gateway.hosts.jail_zfs.storage.property_codec import (
     DOOMED_PROPERTY,
     QUARANTINE_PROPERTY,
     RECORD_PROPERTY,
+    build_volume_snapshot_property,
     decode,
-    make_volume_snapshot_property,
 )
 from sandbox_gateway.hosts.jail_zfs.storage.root import VOLUMES, parse_volume_key
 from sandbox_gateway.records import NewerFormat, Volume, VolumeSnapshot
@@ -61,7 +61,7 @@ class _Claim(NamedTuple):
 
 
 def interpret_volumes(root: str, facts: Facts, local_props: UserProperties) -> VolumeFindings:
-    """Interpret the datasets and snapshots of volumes below ``root``.
+    """Interpret the datasets and snapshots of volumes under ``root``.
 
     ``facts`` contains the VOLUME_SCAN_PROPERTIES of each, and ``local_props`` the user properties that are set on each.
     """
@@ -171,7 +171,7 @@ class _Reader:
         for name in sorted(names, key=lambda name: self._facts[name]["createtxg"].number):
             dataset, _, snapshot_id = name.partition("@")
             key, props = parse_volume_key(dataset.removeprefix(self._prefix)), self._local_props.get(name, {})
-            record_text = props.get(make_volume_snapshot_property(snapshot_id))
+            record_text = props.get(build_volume_snapshot_property(snapshot_id))
             if key is None or key[0] not in self.findings.datasets or record_text is None:
                 continue
             if self._facts[name]["defer_destroy"].is_on:

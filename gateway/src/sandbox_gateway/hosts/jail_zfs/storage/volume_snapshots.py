@@ -11,7 +11,11 @@ from collections.abc import Sequence
 import zfs_core
 
 from sandbox_gateway.errors import InUseExternally
-from sandbox_gateway.hosts.jail_zfs.storage.property_codec import RECORD_PROPERTY, encode, make_volume_snapshot_property
+from sandbox_gateway.hosts.jail_zfs.storage.property_codec import (
+    RECORD_PROPERTY,
+    build_volume_snapshot_property,
+    encode,
+)
 from sandbox_gateway.hosts.jail_zfs.storage.root import RootDataset
 from sandbox_gateway.hosts.jail_zfs.storage.snapshot_names import SnapshotNames
 from sandbox_gateway.hosts.jail_zfs.storage.snapshot_removal import destroy_snapshot
@@ -41,7 +45,7 @@ class VolumeSnapshots:
         """Return the names and properties of new snapshots, as ``({id: full name}, {property: value})``."""
         names = {record.id: f"{self._datasets.get_current(record.volume)}@{record.id}" for record in records}
         return names, {
-            make_volume_snapshot_property(record.id): encode(record, 1)[RECORD_PROPERTY] for record in records
+            build_volume_snapshot_property(record.id): encode(record, 1)[RECORD_PROPERTY] for record in records
         }
 
     # ---- removing ----
@@ -51,8 +55,8 @@ class VolumeSnapshots:
         """Remove a volume's snapshot.
 
         Unless ``deferred``, raises InUseExternally, with the names of all users, if the snapshot is held or another
-        volume is a clone of it. If its own volume was rolled back to it, the snapshot is hidden, and ZFS removes it
-        with its last clone.
+        volume is a clone of it. If its own volume was rolled back to it, the snapshot is hidden until
+        its last clone is removed.
         """
         with self._root.tree_locked():
             name = self.names.find(snapshot_id)
@@ -66,7 +70,7 @@ class VolumeSnapshots:
         destroy_snapshot(name, deferred=deferred, check_clones=lambda: self.check_no_cloned_volumes([name]))
 
     def check_no_cloned_volumes(self, names: Sequence[str]) -> None:
-        """Raise InUseExternally if another volume's dataset is a clone of one of the snapshots ``names``."""
+        """Raise InUseExternally if another volume's dataset is a clone of any of the snapshots ``names``."""
         if not names:
             return
         clones: dict[str, str] = {}
@@ -81,7 +85,7 @@ class VolumeSnapshots:
             raise InUseExternally({"ZFS clone": clones}, "Remove them first.")
 
     def check_only_own_snapshots(self, names: Sequence[str]) -> None:
-        """Raise InUseExternally if one of the snapshots ``names`` is held, or was taken by another tool."""
+        """Raise InUseExternally if any of the snapshots ``names`` is held, or was taken by a different tool."""
         if not names:
             return
         held_snapshots = {

@@ -11,9 +11,9 @@ from sandbox_gateway.hosts.jail_zfs.storage.property_store import PropertyStore
 from sandbox_gateway.hosts.jail_zfs.storage.root import VOLUMES, RootDataset
 from sandbox_gateway.hosts.jail_zfs.storage.snapshot_names import SnapshotNames
 from sandbox_gateway.hosts.jail_zfs.storage.snapshot_streams import (
+    build_partial_name,
     check_stream,
     destroy_partial_dataset,
-    make_partial_name,
     measure,
     send,
 )
@@ -50,8 +50,8 @@ class VolumeStreams:
         The dataset gets its final name last. The next scan removes a dataset that was not renamed.
         """
         check_stream(file)
-        dataset = self._root.make_child_name(VOLUMES, record.id)
-        partial_dataset = make_partial_name(self._root, record.id)
+        dataset = self._root.build_child_name(VOLUMES, record.id)
+        partial_dataset = build_partial_name(self._root, record.id)
         record.host = {"dataset": dataset}
         try:
             zfs_core.lzc_receive(f"{partial_dataset}@{record.id}", file)
@@ -86,4 +86,4 @@ class VolumeStreams:
             with self._root.tree_locked():
                 self._datasets.tree.destroy(self._datasets.get_current(record.id))
             self._datasets.remove(record.id)
-        destroy_partial_dataset(make_partial_name(self._root, record.id))
+        destroy_partial_dataset(build_partial_name(self._root, record.id))

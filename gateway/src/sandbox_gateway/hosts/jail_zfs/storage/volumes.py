@@ -101,7 +101,7 @@ class VolumeStorage:
 
         Raises NotFound or NoSpace, and OverQuota if the snapshot is larger than the volume.
         """
-        dataset = self._root.make_child_name(VOLUMES, record.id)
+        dataset = self._root.build_child_name(VOLUMES, record.id)
         record.host = {"dataset": dataset}
         if source is None:
             self._create_empty(dataset, record)
@@ -153,7 +153,7 @@ class VolumeStorage:
         with self._root.tree_locked():
             datasets = self._datasets.list_all(record.id)
             rollback_numbers = [key[1] for name in datasets if (key := parse_volume_key(name.rpartition("/")[2]))]
-            dataset = self._root.make_child_name(VOLUMES, f"{record.id}.{max(rollback_numbers, default=0) + 1}")
+            dataset = self._root.build_child_name(VOLUMES, f"{record.id}.{max(rollback_numbers, default=0) + 1}")
             self._clone(snapshot_id, dataset, {"refquota": str(record.size_mb << 20)}, record.size_mb)
         return dataset
 
@@ -245,6 +245,6 @@ class VolumeStorage:
                 reason = "because it was never committed"
                 notes.append(attempt(dataset, "removed", reason, partial(tree.destroy, dataset)))
         for volume_id in findings.doomed_ids:
-            name = self._root.make_child_name(VOLUMES, volume_id)
+            name = self._root.build_child_name(VOLUMES, volume_id)
             notes.append(attempt(name, "removed", "as requested", partial(self.finish_removal, volume_id)))
         return notes

@@ -53,7 +53,7 @@ def release(link: Path) -> None:
     remove_targets(former_targets)
 
 
-def list_targets_below(directory: Path) -> list[Path]:
+def list_targets_in(directory: Path) -> list[Path]:
     """Return the hard links in memory roots that symbolic links in a machine's directory refer to."""
     return list_targets(directory.glob("memory.*"))
 

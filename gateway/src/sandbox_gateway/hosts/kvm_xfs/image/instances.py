@@ -13,7 +13,7 @@ from sandbox_gateway.records import Sandbox
 
 
 def create_files(source: SnapshotFiles, files: InstanceFiles, sandbox: Sandbox, with_memory: bool) -> None:
-    """Create a machine's files from those of a snapshot.
+    """Create a machine's files from the files of a snapshot.
 
     The machine's base memory image outlives the snapshot.
     """
@@ -51,7 +51,7 @@ def sync(files: InstanceFiles) -> None:
 
 
 def move(old_files: InstanceFiles, new_files: InstanceFiles) -> None:
-    """Move a machine's files to another sandbox with a single rename. The running machine keeps its files open."""
+    """Move a machine's files to a different sandbox with a single rename. The running machine keeps its files open."""
     new_files.directory.parent.mkdir(mode=0o711, exist_ok=True)
     old_files.directory.rename(new_files.directory)
     with contextlib.suppress(OSError):
@@ -60,7 +60,7 @@ def move(old_files: InstanceFiles, new_files: InstanceFiles) -> None:
 
 def remove(files: InstanceFiles) -> None:
     """Remove a machine's files, and the sandbox's directory if it is then empty."""
-    hard_links = held_images.list_targets_below(files.directory)
+    hard_links = held_images.list_targets_in(files.directory)
     commit_protocol.remove(files.directory)
     held_images.remove_targets(hard_links)
     with contextlib.suppress(OSError):
@@ -72,7 +72,7 @@ def remove_all(sandbox: Path) -> None:
     if not sandbox.exists():
         return
     hard_links = [
-        path for each in commit_protocol.list_directories(sandbox) for path in held_images.list_targets_below(each)
+        path for each in commit_protocol.list_directories(sandbox) for path in held_images.list_targets_in(each)
     ]
     commit_protocol.remove(sandbox)
     held_images.remove_targets(hard_links)

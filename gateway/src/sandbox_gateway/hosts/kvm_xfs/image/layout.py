@@ -1,4 +1,4 @@
-"""Define the paths of objects below the state root, and of memory images in memory roots.
+"""Define the paths of objects in the state root, and of memory images in memory roots.
 
 docs/design.md ("On the disk", "Memory roots") contains the complete trees, with the files that other modules define. A
 rename commits a snapshot or a volume (`commit_protocol`). A sandbox exists as soon as its manifest exists.
@@ -22,7 +22,7 @@ VOLUME_SNAPSHOTS_NAME = "snapshots"
 
 
 class Layout:
-    """The paths of objects below one state root."""
+    """The paths of objects in one state root."""
 
     def __init__(self, root: Path) -> None:
         self.root = root
@@ -38,7 +38,7 @@ class Layout:
             directory.mkdir(mode=0o711, parents=True, exist_ok=True)
 
     def restrict_access(self, cache: Path) -> None:
-        """Revoke other users' access to files that older releases created below the state root and in ``cache``.
+        """Revoke other users' access to files that older releases created in the state root and in ``cache``.
 
         Directories remain searchable, because QEMU runs as another user.
         """
@@ -71,7 +71,7 @@ class Layout:
 
 
 def _restrict_files(directory: Path | str) -> None:
-    """Revoke other users' access to the files below ``directory``.
+    """Revoke other users' access to the files in ``directory`` and its subdirectories.
 
     Skips directories that only their owner can search, because nobody else can open the files in them.
     """

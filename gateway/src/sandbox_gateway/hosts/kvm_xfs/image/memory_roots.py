@@ -2,7 +2,7 @@
 
 The gateway creates a directory with a random name in a memory root when it uses the root for the first time, and
 remembers the root. If the directory is missing later, the root is not mounted. The gateway then creates nothing in it,
-because images would fill the file system below the mount point.
+because images would fill the file system that contains the mount point.
 
 The gateway keeps no files open, so a root can be unmounted unless a machine maps an image in it. Each use checks the
 root again.
@@ -137,7 +137,7 @@ class MemoryRoots:
     def _list_held_files(self, quarantine: Quarantine) -> Iterator[Path]:
         """Yield the files in memory roots that machines use, including those of sandboxes in quarantine."""
         for directory in [*self._layout.instances(), *quarantine.list_subdirectories()]:
-            yield from held_images.list_targets_below(directory)
+            yield from held_images.list_targets_in(directory)
 
     def _start_using(self, directory: MemoryDirectory, known_roots: _KnownRoots) -> None:
         """Create the gateway's directory in the configured root. Raises Conflict if the root cannot be used."""

@@ -16,7 +16,7 @@ from itertools import zip_longest
 from pathlib import Path
 
 from sandbox_gateway.errors import BackendFailed, NoSpace, Unsupported
-from sandbox_gateway.hosts.os_errors import is_out_of_space, make_no_space_error
+from sandbox_gateway.hosts.os_errors import create_no_space_error, is_out_of_space
 
 _FICLONE = 0x40049409
 _FS_IOC_FIEMAP = 0xC020660B
@@ -195,7 +195,7 @@ def require_reflinks(directory: Path) -> None:
 
 def _translate_error(error: OSError) -> NoSpace | Unsupported | BackendFailed:
     if is_out_of_space(error):
-        return make_no_space_error()
+        return create_no_space_error()
     if error.errno in _UNSUPPORTED_ERRNOS:
         return Unsupported(
             f"this file system cannot share blocks between files ({error.strerror}): put the state root on an "

@@ -21,7 +21,7 @@ log = Logger("kvm_xfs")
 
 
 class Snapshots:
-    """Manages the snapshots and templates below one state root. Methods raise OSError if the file system fails."""
+    """Manages the snapshots and templates in one state root. Methods raise OSError if the file system fails."""
 
     def __init__(self, layout: Layout, quarantine: Quarantine) -> None:
         self._layout = layout
@@ -139,7 +139,7 @@ def _remove_external_image(files: SnapshotFiles) -> None:
     try:
         files.memory.unlink(missing_ok=True)
     except OSError as error:
-        log.warning("memory image not removed", path=str(files.memory), reason=error.strerror)
+        log.warning("a memory image could not be removed", path=str(files.memory), reason=error.strerror)
 
 
 def _read_size(path: Path) -> int:

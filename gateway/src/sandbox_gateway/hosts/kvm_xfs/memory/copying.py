@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 
 from sandbox_gateway.errors import BackendFailed
 from sandbox_gateway.hosts.kvm_xfs.memory.ram import PAGE_BYTES, Ram
-from sandbox_gateway.hosts.kvm_xfs.memory.runs import Runs, count_bytes, make_runs_from_mask, split
+from sandbox_gateway.hosts.kvm_xfs.memory.runs import Runs, count_bytes, create_runs_from_mask, split
 from sandbox_gateway.hosts.positional_writes import write_all
 
 MAX_BUFFERED_BYTES = 256 << 20
@@ -80,7 +80,7 @@ class Copier:
                 | self._written_pages[first_page : first_page + length // PAGE_BYTES]
             )
             self._written_pages[first_page : first_page + length // PAGE_BYTES] = is_changed
-            for start, size in make_runs_from_mask(is_changed, 0, PAGE_BYTES).tolist():
+            for start, size in create_runs_from_mask(is_changed, 0, PAGE_BYTES).tolist():
                 write_all(self._image, contents[start : start + size].data, offset + start)
                 self.written_bytes += size
 

@@ -2,7 +2,7 @@
 
 A userfaultfd tracks the address space of the process that opens it. So this module makes the other process open one:
 with ptrace, it makes the main thread execute one system call from the vDSO, without modifying the process's memory.
-The descriptor stays open in that process, so the kernel keeps tracking after the helper process has ended.
+The descriptor stays open in that process, so the kernel keeps tracking after the helper process has exited.
 
 This module uses only the standard library, because it runs in a helper process with extra privileges.
 Sources: ptrace(2), pidfd_getfd(2), userfaultfd(2); Linux Documentation/admin-guide/mm/userfaultfd.rst (WP_ASYNC).
@@ -22,7 +22,7 @@ import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from sandbox_gateway.hosts.kvm_xfs.process_checks import send_signal, wait_until_ended
+from sandbox_gateway.hosts.kvm_xfs.process_checks import send_signal, wait_for_exit
 
 _STOP_TIMEOUT_SECONDS = 2.0
 _POLL_INTERVAL_SECONDS = 0.00005
@@ -116,8 +116,8 @@ def _stopped(pid: int, pidfd: int) -> Iterator[list[int]]:
     signals: list[int] = []
     _ptrace(_SEIZE, pid)  # From now on, the pid is not reused until the process has been waited for.
     try:
-        if wait_until_ended(pidfd, 0):
-            raise ProcessLookupError(errno.ESRCH, f"process {pid} ended")
+        if wait_for_exit(pidfd, 0):
+            raise ProcessLookupError(errno.ESRCH, f"process {pid} exited")
         _ptrace(_INTERRUPT, pid)
         while (status := _wait_until_stopped(pid)) >> 16 != _PTRACE_EVENT_STOP:
             # The thread stopped for a signal first: deliver the signal, then wait for the next stop.
@@ -144,14 +144,14 @@ def _step(pid: int, instruction_address: int, signals: list[int]) -> None:
 
 
 def _wait_until_stopped(pid: int) -> int:
-    """Wait until the thread stops, and return its status. Raises TimeoutError, or ProcessLookupError if it ends."""
+    """Wait until the thread stops, and return its status. Raises TimeoutError, or ProcessLookupError if it exits."""
     deadline = time.monotonic() + _STOP_TIMEOUT_SECONDS
     while True:
         changed_pid, status = os.waitpid(pid, os.WNOHANG | _WALL)
         if changed_pid and os.WIFSTOPPED(status):
             return status
         if changed_pid:
-            raise ProcessLookupError(errno.ESRCH, f"process {pid} ended")
+            raise ProcessLookupError(errno.ESRCH, f"process {pid} exited")
         if time.monotonic() > deadline:
             raise TimeoutError(f"process {pid} did not stop within {_STOP_TIMEOUT_SECONDS:g} s")
         time.sleep(_POLL_INTERVAL_SECONDS)

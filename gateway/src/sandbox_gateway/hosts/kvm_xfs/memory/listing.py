@@ -23,7 +23,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from sandbox_gateway.hosts.kvm_xfs.memory.ram import PAGE_BYTES, Area, Ram
-from sandbox_gateway.hosts.kvm_xfs.memory.runs import Runs, concatenate, make_empty_runs, make_runs_from_mask
+from sandbox_gateway.hosts.kvm_xfs.memory.runs import Runs, concatenate, create_empty_runs, create_runs_from_mask
 
 _PAGEMAP_SCAN = 0xC0606610
 _SCAN_ARGUMENT = struct.Struct("=12Q")
@@ -107,7 +107,7 @@ def _scan(pid: int, area: Area, flags: int = 0, categories: int = 0) -> Runs:
             start = _SCAN_ARGUMENT.unpack(argument)[4]
     finally:
         os.close(descriptor)
-    return concatenate(parts) if parts else make_empty_runs()
+    return concatenate(parts) if parts else create_empty_runs()
 
 
 def _list_matching_pages(pid: int, area: Area, matches: Callable[[NDArray[np.uint64]], NDArray[np.bool_]]) -> Runs:
@@ -116,7 +116,7 @@ def _list_matching_pages(pid: int, area: Area, matches: Callable[[NDArray[np.uin
     if not (entries & (_PM_PRESENT | _PM_SWAPPED)).any():
         # A running machine has always written something, so an empty map means that the kernel hides it.
         raise OSError(errno.EPERM, "the pagemap is empty")
-    return make_runs_from_mask(matches(entries), area.start, PAGE_BYTES)
+    return create_runs_from_mask(matches(entries), area.start, PAGE_BYTES)
 
 
 def _read_pagemap_entries(pid: int, start: int, end: int) -> NDArray[np.uint64]:

@@ -11,15 +11,15 @@ Runs = NDArray[np.uint64]
 """An array of shape (n, 2): start and length of each run of pages in bytes. Runs are ascending and disjoint."""
 
 
-def make_empty_runs() -> Runs:
+def create_empty_runs() -> Runs:
     return np.empty((0, 2), dtype=np.uint64)
 
 
 def concatenate(parts: Iterable[Runs]) -> Runs:
-    return np.concatenate([make_empty_runs(), *parts])
+    return np.concatenate([create_empty_runs(), *parts])
 
 
-def make_runs_from_mask(mask: NDArray[np.bool_], start: int, page_bytes: int) -> Runs:
+def create_runs_from_mask(mask: NDArray[np.bool_], start: int, page_bytes: int) -> Runs:
     """Return the runs of the pages whose entries in ``mask`` are true. The first page is at the address ``start``."""
     edges = np.flatnonzero(np.diff(np.concatenate(([False], mask, [False])).astype(np.int8))).reshape(-1, 2)
     starts, lengths = edges[:, 0] * page_bytes + start, (edges[:, 1] - edges[:, 0]) * page_bytes

@@ -19,7 +19,7 @@ from sandbox_gateway.hosts.kvm_xfs.image.layout import InstanceFiles, MemoryDire
 from sandbox_gateway.hosts.kvm_xfs.memory import image_check, listing
 from sandbox_gateway.hosts.kvm_xfs.memory.image_check import ImageCheck
 from sandbox_gateway.hosts.kvm_xfs.memory.ram import Ram
-from sandbox_gateway.hosts.kvm_xfs.memory.runs import Runs, make_empty_runs, union
+from sandbox_gateway.hosts.kvm_xfs.memory.runs import Runs, create_empty_runs, union
 from sandbox_gateway.hosts.kvm_xfs.memory.tracker_client import TrackerClient
 from sandbox_gateway.hosts.kvm_xfs.qemu.machine import Machine
 from sandbox_gateway.records import MemoryMode
@@ -69,7 +69,7 @@ class WriteTracking:
         self._boot_check = boot_check
         self._marks_are_complete = not self._taken_marker.exists()
         """Whether the marks and ``_unsaved_pages`` cover every page that differs from the latest image."""
-        self._unsaved_pages = make_empty_runs()
+        self._unsaved_pages = create_empty_runs()
         """Pages whose marks were taken by a capture that has not completed."""
         self._marks: MemoryMode | None = None
         """The kind of mark in use."""
@@ -128,7 +128,7 @@ class WriteTracking:
         """
         if self._marks is None:
             return self._list_pages(ram, take_marks=False)
-        # If this process ends before the capture completes, the list of taken pages is lost.
+        # If this process exits before the capture completes, the list of taken pages is lost.
         self._taken_marker.touch(mode=0o600)
         if only_new:
             self._can_trust_marks = True
@@ -153,7 +153,7 @@ class WriteTracking:
         self._last_check.touch(mode=0o600)
         self._last_check.write_text(check.model_dump_json())
         self._taken_marker.unlink(missing_ok=True)
-        self._unsaved_pages, self._marks_are_complete = make_empty_runs(), True
+        self._unsaved_pages, self._marks_are_complete = create_empty_runs(), True
         return check
 
     def _is_allowed(self, mode: MemoryMode) -> bool:
@@ -213,7 +213,7 @@ class WriteTracking:
         return image_check.find_damage(self._last_image, check)
 
     def _list_pages(self, ram: Ram, *, take_marks: bool) -> Runs:
-        marked_runs = make_empty_runs()
+        marked_runs = create_empty_runs()
         if self._marks is not None and (take_marks or self._can_trust_marks):
             marked_runs = _LISTERS[self._marks](ram, take_marks=take_marks)
         if self._can_trust_marks:

@@ -24,7 +24,7 @@ _CLONE_NEWNET = 0x40000000
 _MS_BIND, _MS_REC, _MS_SHARED, _MNT_DETACH = 0x1000, 0x4000, 0x100000, 2
 
 HOST_NAMESPACE = Path("/proc/self/ns/net")
-"""The network namespace of the process, even if the thread is in another one."""
+"""The network namespace of the process, even if the thread is in a different one."""
 
 _T = TypeVar("_T")
 _libc = ctypes.CDLL(None, use_errno=True)

@@ -38,7 +38,7 @@ MIN_OPEN_SECONDS, MAX_OPEN_SECONDS = 60, 3600
 _GRACE_SECONDS = 30
 """The minimum time, in seconds, that an address stays open after the TTL in a reply has expired."""
 _MAX_OUTSTANDING_QUERIES = 16
-"""Maximum number of a sandbox's queries that wait for an answer. Others are dropped, and the guest resends them."""
+"""Maximum number of a sandbox's queries that wait for an answer. More are dropped, and the guest resends them."""
 _RECEIVE_BUFFER_BYTES = 64 << 10
 
 log = Logger("resolver")

@@ -43,7 +43,7 @@ _TABLE = "sandbox"
 _NAME_ADDRESSES = "name_addresses"
 """Name of a slot's set of the addresses of allowed domain names. The gateway's resolver adds them, with a timeout."""
 _QUERIES_PER_SECOND, _QUERY_BURST = 20, 200
-"""How many DNS queries a sandbox can send to the resolver. The kernel drops the others before the gateway sees them."""
+"""How many DNS queries a sandbox can send to the resolver. The kernel drops more before the gateway sees them."""
 _REJECT = "reject with icmp admin-prohibited"
 _NFT_TIMEOUT_SECONDS = 20.0
 

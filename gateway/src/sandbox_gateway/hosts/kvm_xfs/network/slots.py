@@ -96,7 +96,7 @@ class SlotPool:
         await run_in_thread(links.create_volume_namespace, self._network)
         existing_numbers, complete_numbers = await run_in_thread(links.find_slots, self._network.prefix)
         for number in sorted(existing_numbers):
-            slot = self._make_slot(number)
+            slot = self._create_slot_record(number)
             if number in in_use and number in complete_numbers and number < self._capacity:
                 self._slots[number] = slot
             else:
@@ -127,7 +127,7 @@ class SlotPool:
         await self.close()
         existing_numbers, _ = await run_in_thread(links.find_slots, self._network.prefix)
         for number in existing_numbers:
-            await run_in_thread(links.remove_slot, self._make_slot(number))
+            await run_in_thread(links.remove_slot, self._create_slot_record(number))
         self._slots.clear()
         await self._clean_up_host()
 
@@ -150,7 +150,7 @@ class SlotPool:
         return slot
 
     async def release(self, slot: Slot) -> None:
-        """Remove the slot of a machine that has ended, with its rules and tracked connections.
+        """Remove the slot of a machine that has stopped, with its rules and tracked connections.
 
         Returns immediately. The removal runs in the background, and `close` waits for it.
         """
@@ -200,7 +200,7 @@ class SlotPool:
             await apply_in_slot(slot, build_name_address_rules(seconds))
 
         endpoint = await run_in_thread(open_socket, slot)
-        if self._slots.get(slot.number) is not slot:  # Its machine has ended. Another slot may soon have this number.
+        if self._slots.get(slot.number) is not slot:  # Its machine has stopped. Another slot may soon have this number.
             endpoint.close()
             raise BackendFailed(f"the network slot {slot.name} was removed because its machine has stopped")
         self._resolvers[slot.number] = Resolver(endpoint, names, self._upstream, open_addresses)
@@ -213,7 +213,7 @@ class SlotPool:
 
     async def _create(self) -> Slot:
         """Create a slot. If the caller is cancelled, the slot is added to the pool."""
-        slot = self._make_slot(self._find_next_free_number())
+        slot = self._create_slot_record(self._find_next_free_number())
         self._busy_numbers.add(slot.number)
         task = asyncio.ensure_future(self._set_up(slot))
         try:
@@ -286,7 +286,7 @@ class SlotPool:
             "set a larger [network] subnet"
         )
 
-    def _make_slot(self, number: int) -> Slot:
+    def _create_slot_record(self, number: int) -> Slot:
         name = f"{self._network.prefix}-{number}"
         base_address = self._subnet.network_address + 4 * number
         return Slot(

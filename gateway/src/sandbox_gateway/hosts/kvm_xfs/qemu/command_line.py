@@ -74,7 +74,7 @@ def build_arguments(
     """Return QEMU's command line. With ``state_fd``, the machine resumes from that device state; otherwise, it boots.
 
     ``line_fd`` is a connected socket, QEMU's end of the serial line to the agent. ``qmp_fd`` is a listening socket.
-    ``console_fd`` receives a copy of the console, which remains available after QEMU has ended.
+    ``console_fd`` receives a copy of the console, which remains available after QEMU has exited.
     ``hold``: the machine stays stopped until the QMP command ``cont``.
     """
     is_emulated = spec.platform.accelerator == "tcg"

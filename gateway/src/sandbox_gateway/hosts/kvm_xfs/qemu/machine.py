@@ -1,4 +1,4 @@
-"""Control one QEMU process: send commands to its monitor (QMP), read its log, and detect when it ends."""
+"""Control one QEMU process: send commands to its monitor (QMP), read its log, and detect when it exits."""
 
 from __future__ import annotations
 
@@ -79,10 +79,10 @@ class Machine:
             with contextlib.suppress(OSError):
                 self._log = open_process_log(pid, files.directory)
         self._final_log = ""
-        """The tail of the log, saved when the machine ends."""
+        """The tail of the log, saved when QEMU exits."""
         self._console_log = console_log
         self._final_console = ""
-        """The copy of the console, saved when the machine ends."""
+        """The copy of the console, saved when QEMU exits."""
         self._qmp: QMPClient | None = None
         self._qmp_lock = asyncio.Lock()
         self._pidfd = pidfd if pidfd >= 0 else os.pidfd_open(pid)
@@ -166,7 +166,7 @@ class Machine:
         return any(chardev["label"] == "line" and chardev["frontend-open"] for chardev in chardevs)
 
     async def wait_until_restored(self) -> None:
-        """Wait until a held machine has loaded its state. Raises BackendFailed if QEMU ends first, or TimeoutError."""
+        """Wait until a held machine has loaded its state. Raises BackendFailed if QEMU exits first, or TimeoutError."""
         async with asyncio.timeout(QMP_TIMEOUT_SECONDS):
             while await self._query_status() == "inmigrate":  # noqa: ASYNC110 - QEMU sends no event that it can wait for
                 await asyncio.sleep(_RESTORE_INTERVAL_SECONDS)
@@ -213,7 +213,7 @@ class Machine:
     async def console(self) -> str:
         """Return the tail of the guest's serial console.
 
-        If QEMU has ended or does not answer, returns the first output since the machine booted, or "" for a machine
+        If QEMU has exited or does not answer, returns the first output since the machine booted, or "" for a machine
         that resumed from memory.
         """
         if not self.has_ended:
@@ -229,7 +229,7 @@ class Machine:
         return 0
 
     def load(self) -> Load | None:
-        """Return the load of the process, including QEMU's own work and memory, or None if it has ended."""
+        """Return the load of the process, including QEMU's own work and memory, or None if it has exited."""
         try:
             stat_fields = Path(f"/proc/{self.pid}/stat").read_bytes().rpartition(b")")[2].split()
             resident_pages = int(Path(f"/proc/{self.pid}/statm").read_bytes().split()[1])
@@ -255,7 +255,7 @@ class Machine:
             await self._get_client()
 
     async def kill(self, seconds: float = 10) -> None:
-        """Kill the process and wait until it has ended. Raises Timeout."""
+        """Kill the process and wait until it has exited. Raises Timeout."""
         if not self.has_ended:
             send_signal(self._pidfd, signal.SIGKILL)
         await self.detach()
@@ -302,7 +302,7 @@ class Machine:
                 try:
                     connection = connect_to_path(self.files.qmp)
                 except BlockingIOError:
-                    raise Timeout("QEMU has not accepted several connections: its process hangs") from None
+                    raise Timeout("QEMU does not accept connections: its process is hung") from None
                 # connect() accepts a path of at most 107 bytes, or a connected socket.
                 await client.connect(connection)
                 self._qmp = client

@@ -38,7 +38,7 @@ class MachineProcess(NamedTuple):
 
 
 def list_running_processes(root: Path, prefix: str) -> Iterator[MachineProcess]:
-    """Yield each process that runs in a network slot, or whose command line names a memory file below ``root``.
+    """Yield each process that runs in a network slot, or whose command line names a memory file in ``root``.
 
     ``prefix``: ``network.prefix``. Only root can start a process in a slot. So a process there that does not claim to
     be a machine either hides its identity, or was started by a gateway that died.
@@ -60,7 +60,7 @@ def list_running_processes(root: Path, prefix: str) -> Iterator[MachineProcess]:
 
 
 def _find_claimed_directory(pid: int, root: Path) -> Path | None:
-    """Return the directory below ``root`` that contains the memory file in the command line of a process, if any."""
+    """Return the directory in ``root`` that contains the memory file in the command line of a process, if any."""
     for argument in process_checks.read_arguments(pid):
         if f"mem-path={root}/" in argument:
             directory = Path(argument.split("mem-path=", 1)[1].split(",", 1)[0]).parent

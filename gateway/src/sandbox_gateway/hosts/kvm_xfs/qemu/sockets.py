@@ -1,6 +1,6 @@
 """Use Unix sockets at paths of any length.
 
-The address of a Unix socket is at most 107 bytes long, but paths below the state root may be longer.
+The address of a Unix socket is at most 107 bytes long, but paths in the state root may be longer.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ def listen_on_path(listener: socket.socket, path: Path) -> None:
 def connect_to_path(path: Path) -> socket.socket:
     """Connect to the socket at ``path`` and return the non-blocking connection. Never waits. Raises OSError.
 
-    A connection is refused if the server has not accepted several others, because its process hangs.
+    Raises BlockingIOError if the queue of connections is full because the server's process is hung.
     """
     client = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC | socket.SOCK_NONBLOCK)
     try:

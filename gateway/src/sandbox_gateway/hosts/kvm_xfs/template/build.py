@@ -18,7 +18,7 @@ from sandbox_gateway.errors import Invalid
 from sandbox_gateway.hosts.base import Log
 from sandbox_gateway.hosts.kvm_xfs.commit_protocol import PARTIAL_PREFIX
 from sandbox_gateway.hosts.kvm_xfs.template.debian import unpack_debian
-from sandbox_gateway.hosts.kvm_xfs.template.disk import make_image
+from sandbox_gateway.hosts.kvm_xfs.template.disk import create_image
 from sandbox_gateway.hosts.kvm_xfs.template.guest_setup import set_up_guest
 from sandbox_gateway.hosts.kvm_xfs.template.image.builder import ImageBuilder
 from sandbox_gateway.hosts.kvm_xfs.template.image.runtime import AGENT_PYTHON
@@ -77,7 +77,7 @@ async def build_rootfs(
             log("installing the agent and the sandbox's settings")
             boot_files = await asyncio.to_thread(set_up_guest, tree, agent)
         await _compile_agent(recipe.source, tree, log)
-        await make_image(tree, work_directory / "image", recipe.resources.disk_mb, log)
+        await create_image(tree, work_directory / "image", recipe.resources.disk_mb, log)
         await asyncio.to_thread(_move_results, work_directory, boot_files, image, kernel, initrd)
     except OSError as error:
         raise to_gateway_error(error, "building the file system") from error

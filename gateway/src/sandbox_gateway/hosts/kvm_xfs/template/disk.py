@@ -17,7 +17,7 @@ from sandbox_gateway.hosts.rootfs_common import STEP_TIMEOUT_SECONDS
 _MAX_JOURNAL_MB = 16
 
 
-async def make_image(tree: Path, image: Path, disk_mb: int, log: Log) -> None:
+async def create_image(tree: Path, image: Path, disk_mb: int, log: Log) -> None:
     """Create ``image``, with a size of ``disk_mb`` MiB, from ``tree``.
 
     Raises Invalid if the tree does not fit, NoSpace if the host's disk is full, and BackendFailed if mke2fs fails.

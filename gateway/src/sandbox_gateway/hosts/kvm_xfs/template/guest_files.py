@@ -27,12 +27,12 @@ def read_lines(name: str) -> list[str]:
 
 
 def find_kernel_package(machine: str) -> str | None:
-    """Return the name of the kernel package for an architecture (`uname -m`), or None if it is not supported."""
+    """Return the name of the kernel package for ``machine`` (`uname -m`), or None for an unsupported architecture."""
     return dict(line.split() for line in read_lines("kernels.txt")).get(machine)
 
 
 def read_initramfs_files() -> dict[str, str]:
-    """Return the contents of the files in /etc/initramfs-tools, keyed by relative path."""
+    """Return the files for the guest's /etc/initramfs-tools, as a dictionary from relative path to contents."""
     return {name: read_text(f"initramfs-tools/{name}") for name in ("conf.d/sandbox", "modules", "hooks/sandbox")}
 
 

@@ -38,7 +38,7 @@ def set_up_guest(root: Path, agent: Path) -> tuple[Path, Path]:
 def find_boot_files(tree: Tree) -> tuple[Path, Path]:
     """Return the paths of the newest kernel of a tree and of its initrd. Raises Invalid if there is none."""
     versions = [name.removeprefix("vmlinuz-") for name in tree.list_directory("/boot") if name.startswith("vmlinuz-")]
-    for version in sorted(versions, key=_make_natural_key, reverse=True):
+    for version in sorted(versions, key=_build_natural_key, reverse=True):
         kernel = tree.resolve(f"/boot/vmlinuz-{version}")
         for name in (f"initrd.img-{version}", f"initramfs-{version}.img"):
             initrd = tree.resolve(f"/boot/{name}")
@@ -63,7 +63,7 @@ def _check_boot_file_sizes(*boot_files: Path) -> None:
             )
 
 
-def _make_natural_key(text: str) -> list[tuple[int, int, str]]:
+def _build_natural_key(text: str) -> list[tuple[int, int, str]]:
     return [(1, int(part), "") if part.isdigit() else (0, 0, part) for part in re.findall(r"\d+|\D+", text)]
 
 

@@ -17,7 +17,7 @@ from pathlib import Path
 
 from sandbox_gateway.command import run_async
 from sandbox_gateway.errors import BackendFailed, Invalid
-from sandbox_gateway.hosts.kvm_xfs.process_checks import send_signal, wait_until_ended
+from sandbox_gateway.hosts.kvm_xfs.process_checks import send_signal, wait_for_exit
 from sandbox_gateway.hosts.kvm_xfs.volumes.launcher import BLOCK_BYTES, EXT4_IOC_RESIZE_FS, read_block_counts
 from sandbox_gateway.hosts.kvm_xfs.volumes.server_process import ServerProcess
 from sandbox_gateway.hosts.threads import run_with_timeout
@@ -81,7 +81,7 @@ def _kill_and_sync(server: ServerProcess, pidfd: int, seconds: float) -> None:
             root_fd = server.open_root()
         try:
             send_signal(pidfd, signal.SIGKILL)
-            if not wait_until_ended(pidfd, seconds):
+            if not wait_for_exit(pidfd, seconds):
                 raise TimeoutError
             if root_fd >= 0:
                 _syncfs(root_fd)
@@ -208,7 +208,7 @@ async def _repair(image: Path) -> str:
     """Repair an unmounted file system as far as that is safe. Return the output if this was not enough, or ""."""
     result = await run_async(["e2fsck", "-f", "-p", str(image)], timeout=_RESIZE_TIMEOUT_SECONDS, check=False)
     if result.returncode > 1:
-        return (result.stdout + result.stderr).strip()[-500:] or f"e2fsck ended with {result.returncode}"
+        return (result.stdout + result.stderr).strip()[-500:] or f"e2fsck exited with {result.returncode}"
     if "/lost+found not found" in result.stdout:
         # e2fsck has created it again: see format_image. This does nothing if files were recovered to it.
         await run_async(

@@ -221,7 +221,7 @@ class KvmVolumes:
             for id in sorted({snapshot.volume for snapshot in snapshots}):
                 await stack.enter_async_context(self._require_share(id).lock)
             pending = PendingSnapshots(
-                self._servers, [self._store.make_pending_snapshot(snapshot) for snapshot in snapshots]
+                self._servers, [self._store.create_pending_snapshot(snapshot) for snapshot in snapshots]
             )
             try:
                 await pending.prepare()
@@ -263,7 +263,7 @@ class KvmVolumes:
 
     def guest_mounts(self, sandbox: Sandbox) -> list[GuestMount]:
         return [
-            self._servers.make_guest_mount(share.volume, share.port, mount.path, mount.read_only)
+            self._servers.create_guest_mount(share.volume, share.port, mount.path, mount.read_only)
             for mount in sandbox.mounts
             if (share := self._shares.get(mount.volume))
         ]
@@ -279,7 +279,7 @@ class KvmVolumes:
         await wait_for_all(*(self._update(share) for share in shares))
 
     def revoke_all(self, instance: str, callback: Callable[[], Awaitable[None]]) -> bool:
-        """Start revoking the access of an instance whose machine has ended, and call ``callback`` afterwards.
+        """Start revoking the access of an instance whose machine has stopped, and call ``callback`` afterwards.
 
         Returns immediately. Returns False, without calling ``callback``, if the instance had no volumes.
         """

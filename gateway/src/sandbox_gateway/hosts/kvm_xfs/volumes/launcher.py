@@ -7,7 +7,7 @@ This program runs as root and uses only the standard library.
 The server gets a mount namespace with the file system of IMAGE at /VOLUME on a small, read-only root in memory; a PID
 namespace in which it is the first process; the network namespace whose file is NETWORK; the seccomp filter
 FILTER (hexadecimal); and few capabilities. If the kernel supports it, the server can listen only on the TCP ports PORT
-and PORT + 1, and connect to none: the servers of all volumes share a network namespace. When the server ends, its
+and PORT + 1, and connect to none: the servers of all volumes share a network namespace. When the server exits, its
 mounts disappear, because no other namespace has them, and the loop device detaches itself. The network namespace
 remains.
 
@@ -47,7 +47,7 @@ BLOCK_BYTES = 4096
 """Block size of the file system in an image, in bytes."""
 CONFIG_FILE = "ganesha.conf"
 SERVER_NAME = "ganesha.nfsd"
-"""Last part of a server's argv[0], which is a path below DIRECTORY."""
+"""Last part of a server's argv[0], which is a path in DIRECTORY."""
 ROOT_FD = 100
 """Descriptor of the server's writable root directory."""
 EXT4_IOC_RESIZE_FS = 0x40086610
@@ -282,7 +282,7 @@ class _SockFilterProgram(ctypes.Structure):
 def _act_as_rpcbind(rpcbind_socket: socket.socket, server_pid: int) -> bool:
     """Act as rpcbind until the server has registered and standard input is closed.
 
-    Returns False if the server ended.
+    Returns False if the server exited.
     """
     callers: dict[int, socket.socket] = {}
     transports: dict[int, set[bytes]] = {_NFS: set(), _MOUNT: set()}

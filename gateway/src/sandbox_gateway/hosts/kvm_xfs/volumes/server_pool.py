@@ -1,7 +1,7 @@
 """Serve volumes to guests: one nfs-ganesha process (NFSv3) for each mounted volume.
 
 A server runs in a mount namespace that contains only its volume's file system (`launcher`). So names or handles that a
-guest forges cannot lead to other files, and nothing remains mounted when the server ends. Servers share a separate
+guest forges cannot lead to other files, and nothing remains mounted when the server exits. Servers share a separate
 network namespace, in which they cannot open connections to other machines (`network`). They have control groups and a
 seccomp filter (`seccomp`), and run as root with only the capabilities to act on behalf of users in the guests. A server
 outlives the gateway; the next gateway finds it by its command line, or by its network
@@ -81,7 +81,7 @@ class ServerPool:
     # -- start and stop ---------------------------------------------------------------------------------------------
 
     async def open(self, known_volumes: set[str]) -> list[str]:
-        """Adopt the running servers in ``run_root`` whose volume is in ``known_volumes``, and stop the others.
+        """Adopt the running servers in ``run_root`` whose volume is in ``known_volumes``, and stop all other servers.
 
         Call this after ``SlotPool.open``, which recreates the namespace and the rules. Returns sentences for
         ``Scan.repaired``. An adopted server keeps its clients until ``serve`` is called.
@@ -176,7 +176,7 @@ class ServerPool:
             await self._access.revoke(volume, set())
             await self._stop(volume)
 
-    def make_guest_mount(self, volume: str, port: int, path: str, read_only: bool) -> GuestMount:
+    def create_guest_mount(self, volume: str, port: int, path: str, read_only: bool) -> GuestMount:
         """Return the mount for a guest's agent. It depends only on the arguments, so that forks keep their mounts.
 
         After one sandbox has written and closed a file, sandboxes that open it see the changes (close-to-open). Guests
@@ -224,7 +224,7 @@ class ServerPool:
     async def flush(self, volume: str) -> None:
         """Write all cached data to the image, to keep a subsequent ``frozen`` short. Does nothing without a server."""
         if server := self._servers.get(volume):
-            with contextlib.suppress(BackendFailed):  # If the server has just ended, all data has been written.
+            with contextlib.suppress(BackendFailed):  # If the server has just exited, all data has been written.
                 await run_with_timeout(
                     lambda: file_system.sync(server),
                     _SYNC_TIMEOUT_SECONDS,
@@ -281,7 +281,7 @@ class ServerPool:
             await self._start(server.volume, server.settings)
 
     async def _restart(self, server: ServerProcess) -> None:
-        """Stop a server and start another. If the start fails, it is retried in the background."""
+        """Stop a server and start a new one. If the start fails, retry it in the background."""
         await self._stop(server.volume)
         try:
             await self._start(server.volume, server.settings)
@@ -314,7 +314,7 @@ class ServerPool:
             self._replacements.start(self._replace(server))
 
     async def _replace(self, server: ServerProcess) -> None:
-        """Replace a server that ended unexpectedly, so that waiting guests can continue.
+        """Replace a server that exited unexpectedly, so that waiting guests can continue.
 
         Gives up when no sandbox needs the server any longer.
         """
@@ -333,7 +333,7 @@ class ServerPool:
                 output = server.log_tail().removeprefix(": ")
                 log.warning("a volume server exited, starting another", volume=server.volume, output=output)
                 try:
-                    # The server has ended, but its image may not be complete yet.
+                    # The server has exited, but its image may not be complete yet.
                     await file_system.stop_server(server, _SYNC_TIMEOUT_SECONDS)
                     await self._start(server.volume, server.settings)
                 except (GatewayError, OSError) as error:

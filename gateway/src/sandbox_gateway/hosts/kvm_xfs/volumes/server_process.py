@@ -16,7 +16,7 @@ from typing import NamedTuple
 from sandbox_gateway.errors import BackendFailed
 from sandbox_gateway.hosts.kvm_xfs import process_checks
 from sandbox_gateway.hosts.kvm_xfs.bounded_log import read_log
-from sandbox_gateway.hosts.kvm_xfs.process_checks import send_signal, wait_until_ended
+from sandbox_gateway.hosts.kvm_xfs.process_checks import send_signal, wait_for_exit
 from sandbox_gateway.hosts.kvm_xfs.volumes import launcher
 from sandbox_gateway.hosts.kvm_xfs.volumes.launcher import CONFIG_FILE, ROOT_FD
 
@@ -42,7 +42,7 @@ class ServerSettings:
 
 @dataclass
 class ServerProcess:
-    """The process of a volume server, which may have ended."""
+    """The process of a volume server, which may have exited."""
 
     volume: str
     pid: int
@@ -70,20 +70,20 @@ class ServerProcess:
         return time.monotonic() - self.start_time < _STABLE_AFTER_SECONDS
 
     def has_ended(self) -> bool:
-        return self.pidfd < 0 or wait_until_ended(self.pidfd, 0)
+        return self.pidfd < 0 or wait_for_exit(self.pidfd, 0)
 
     def send_signal(self, number: signal.Signals) -> None:
         if self.pidfd >= 0:
             send_signal(self.pidfd, number)
 
     def open_root(self) -> int:
-        """Open the root of the served file system. Returns the descriptor. Raises BackendFailed if the server ended."""
+        """Return a descriptor of the root of the served file system. Raises BackendFailed if the server has exited."""
         return self._open(f"root/{self.volume}", os.O_RDONLY | os.O_NOFOLLOW)
 
     def configure(self, text: str) -> None:
         """Replace the server's configuration, which it reads on SIGHUP.
 
-        Raises BackendFailed if the server has ended or prevents this.
+        Raises BackendFailed if the server has exited or prevents this.
         """
         root_fd = self._open(f"fd/{ROOT_FD}", os.O_PATH)
         try:
@@ -118,7 +118,7 @@ class ServerProcess:
         return f": {'; '.join(messages[-4:])[-800:]}" if messages else ""
 
     def _open(self, path: str, flags: int) -> int:
-        """Open a directory below the server's entry in /proc and return the descriptor."""
+        """Open a directory in the server's entry in /proc and return the descriptor."""
         try:
             descriptor = os.open(f"/proc/{self.pid}/{path}", flags | os.O_DIRECTORY | os.O_CLOEXEC)
         except OSError as error:
@@ -152,7 +152,7 @@ class FoundServer(NamedTuple):
 
 
 def find_servers(root: Path, namespace: Path) -> Iterator[FoundServer]:
-    """Yield each process of a volume server: those with files below ``root``, and all those that run in ``namespace``.
+    """Yield each process of a volume server: those with files in ``root``, and all those that run in ``namespace``.
 
     ``namespace``: the file of the network namespace of volume servers. Only root can start a process there.
     """
@@ -204,8 +204,8 @@ def load_settings(directory: Path) -> ServerSettings | None:
 def replace_file(path: str | Path, text: str, *, dir_fd: int | None = None) -> None:
     """Write a file atomically: readers see either the old text or the new text.
 
-    ``dir_fd``: descriptor of the directory to which ``path`` is relative. Others may change this directory at the same
-    time, so the function does not follow links. Raises OSError.
+    ``dir_fd``: descriptor of the directory to which ``path`` is relative. Other processes may change this directory at
+    the same time, so the function does not follow links. Raises OSError.
     """
     new_path = f"{path}.new"
     with contextlib.suppress(FileNotFoundError):

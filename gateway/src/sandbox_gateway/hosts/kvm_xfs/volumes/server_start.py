@@ -45,7 +45,7 @@ log = Logger("volumes")
 
 
 class ServerStarter:
-    """Starts and reconfigures volume servers. Their files are below the directory ``root``.
+    """Starts and reconfigures volume servers. Their files are in the directory ``root``.
 
     It does not change which clients the host allows to connect.
     """
@@ -76,7 +76,7 @@ class ServerStarter:
         (directory / "root").mkdir(mode=0o700, parents=True, exist_ok=True)
         await file_system.grow_offline(Path(settings.image))
         save_settings(directory, settings)
-        marker, text = self._make_configuration(volume, settings)
+        marker, text = self._build_configuration(volume, settings)
         replace_file(directory / CONFIG_FILE, text)
         server = ServerProcess(volume, 0, settings, log=create_log())
         process = await asyncio.create_subprocess_exec(
@@ -98,7 +98,7 @@ class ServerStarter:
                 with contextlib.suppress(ProcessLookupError):
                     # Kill the whole process group, because the server's pid may be unknown.
                     os.killpg(process.pid, signal.SIGKILL)
-            # After the launcher has ended, its pid may belong to another process group. Then the server's pid is known.
+            # After the launcher has exited, its pid may belong to a different group. Then the server's pid is known.
             server.send_signal(signal.SIGKILL)
             await process.wait()
             log_tail = server.log_tail()
@@ -130,11 +130,11 @@ class ServerStarter:
 
         Afterwards, ``server.is_current`` shows whether the server applied the change.
         """
-        # Keep the mounted image: serving another image requires another server.
+        # Keep the mounted image: serving a different image requires a new server.
         server.settings = ServerSettings(server.settings.image, settings.port, settings.clients)
         server.is_current = False
         save_settings(self._root / server.volume, server.settings)
-        marker, text = self._make_configuration(server.volume, server.settings)
+        marker, text = self._build_configuration(server.volume, server.settings)
         try:
             async with asyncio.timeout(_APPLY_TIMEOUT_SECONDS):
                 server.configure(text)
@@ -145,7 +145,7 @@ class ServerStarter:
             log.warning("a volume server did not reload its configuration and will be replaced", volume=server.volume)
 
     async def _wait_until_applied(self, server: ServerProcess, marker: str) -> None:
-        """Wait until the configuration that contains ``marker`` is in effect, or the server has ended."""
+        """Wait until the configuration that contains ``marker`` is in effect, or the server has exited."""
         while True:
             if server.has_ended() or await self._has_marker(server.settings.port, marker):
                 return
@@ -163,7 +163,7 @@ class ServerStarter:
         except (OSError, EOFError, TimeoutError):
             return False
 
-    def _make_configuration(self, volume: str, settings: ServerSettings) -> tuple[str, str]:
+    def _build_configuration(self, volume: str, settings: ServerSettings) -> tuple[str, str]:
         """Return the marker and the text of a server's configuration."""
         marker = derive_marker(settings)
         return marker, render_configuration(

@@ -39,7 +39,7 @@ _OLD_IMAGE = f"{PARTIAL_PREFIX}old.img"
 
 
 class VolumeStore:
-    """Manages the volumes below one state root. Methods raise GatewayError, or OSError if the file system fails."""
+    """Manages the volumes in one state root. Methods raise GatewayError, or OSError if the file system fails."""
 
     def __init__(self, layout: Layout, quarantine: Quarantine) -> None:
         self._quarantine = quarantine
@@ -111,7 +111,7 @@ class VolumeStore:
 
     # -- snapshots --------------------------------------------------------------------------------------------------
 
-    def make_pending_snapshot(self, snapshot: VolumeSnapshot) -> PendingSnapshot:
+    def create_pending_snapshot(self, snapshot: VolumeSnapshot) -> PendingSnapshot:
         return PendingSnapshot(self.require_image(snapshot.volume), self._snapshot_directory(snapshot), snapshot)
 
     def open_snapshot(self, snapshot: VolumeSnapshot) -> PartFiles:

@@ -61,7 +61,7 @@ class ImageBuilder:
         copied_image = await copy_image(image, copy_directory, self._settings, disk_mb << 20, self._log, self._login)
         start_settings = read_start_settings(copied_image.config)
         tree = await unpack_layers(copied_image, copy_directory, disk_mb, self._log)
-        # A rename on the same file system; the layers are not needed any more.
+        # A rename on the same file system; the layers are no longer needed.
         tree = tree.rename(self._work_directory / "tree")
         await remove_tree(copy_directory)
         return tree, start_settings

@@ -48,11 +48,11 @@ _PAX_PATTERN = re.compile(rb"([1-9][0-9]{0,6}) ([^=\0]+)=")
 
 
 class LayerProblem(Exception):
-    """A layer that cannot be unpacked safely. The message continues a sentence whose subject is the layer."""
+    """A layer cannot be unpacked safely. The message is a predicate, such as "contains the device '/dev/sda'"."""
 
 
 class TooLarge(LayerProblem):
-    """An image that does not fit on the template's disk. The message is a complete sentence."""
+    """The image does not fit on the template's disk. The message is a complete sentence."""
 
 
 def check_layers(paths: Sequence[str], max_bytes: int, max_entries: int) -> str:
@@ -293,7 +293,7 @@ def check_member(member: tarfile.TarInfo) -> list[str]:
     if member.type == _SPARSE_TYPE:
         raise LayerProblem(f"contains the sparse file {name}: build the image with a tool that stores whole files")
     if not (member.isreg() or member.isdir() or member.issym() or member.islnk() or member.isfifo()):
-        raise LayerProblem(f"contains {name} of the unknown type {member.type!r}: build the image again")
+        raise LayerProblem(f"contains {name}, an entry of an unknown type ({member.type!r}): build the image again")
     if not parts and not member.isdir():
         raise LayerProblem("contains a root that is not a directory: build the image again")
     if member.islnk():

@@ -1,4 +1,4 @@
-"""Measure a directory while a program writes to it, and end the program if it writes too much."""
+"""Measure a directory while a program writes to it, and stop the program if it writes too much."""
 
 from __future__ import annotations
 

@@ -110,7 +110,7 @@ async def copy_image(
     """Copy an image into the OCI layout `layout` in ``work_directory``.
 
     ``login``: for the registry. None: the credentials in the settings. Raises Invalid if the image does not exist, is
-    for another platform, or is larger than ``max_bytes`` bytes, or if the registry stops sending.
+    for a different platform, or is larger than ``max_bytes`` bytes, or if the registry stops sending.
     """
     log(f"fetching the image {image}")
     argv = [
@@ -158,9 +158,9 @@ def read_layout(work_directory: Path, image: ImageReference) -> CopiedImage:
     """Read the manifest and the configuration of the copied image. Raises Invalid if the gateway cannot use it."""
     try:
         (entry,) = _read_json(work_directory / LAYOUT / "index.json")["manifests"]
-        manifest = _read_json(work_directory / _make_blob_path(entry["digest"]))
-        config = _read_json(work_directory / _make_blob_path(manifest["config"]["digest"]))
-        paths = [_make_blob_path(layer["digest"]) for layer in manifest["layers"]]
+        manifest = _read_json(work_directory / _build_blob_path(entry["digest"]))
+        config = _read_json(work_directory / _build_blob_path(manifest["config"]["digest"]))
+        paths = [_build_blob_path(layer["digest"]) for layer in manifest["layers"]]
         media_types = [str(layer["mediaType"]) for layer in manifest["layers"]]
     except (KeyError, TypeError, ValueError, OSError, RecursionError):
         raise Invalid(
@@ -172,7 +172,7 @@ def read_layout(work_directory: Path, image: ImageReference) -> CopiedImage:
         raise Invalid(f"a layer of the image {image} is compressed with zstd: build the image with gzip compression")
     if unknown_types := [media_type for media_type in media_types if media_type not in _LAYER_TYPES]:
         raise Invalid(
-            f"a layer of the image {image} has the unknown media type {unknown_types[0][:80]!r}: build the image with "
+            f"unknown media type {unknown_types[0][:80]!r} of a layer of the image {image}: build the image with "
             "layers that are tar files"
         )
     _check_platform(image, config)
@@ -207,7 +207,7 @@ def _read_json(path: Path) -> dict[str, Any]:
     return value
 
 
-def _make_blob_path(digest: object) -> Path:
+def _build_blob_path(digest: object) -> Path:
     if not isinstance(digest, str) or not re.fullmatch(r"sha256:[0-9a-f]{64}", digest):
         raise ValueError("not a digest")
     return Path(LAYOUT, "blobs", *digest.split(":"))

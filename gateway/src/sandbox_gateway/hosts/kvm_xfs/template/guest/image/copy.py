@@ -4,7 +4,7 @@
 Arguments: the archive, which is removed; the destination; USER, UID, USER:GROUP or UID:GID, or "" for root; an octal
 mode, or "" for the modes in the archive. Variables in the destination and the owner are replaced.
 
-A source is an entry of the archive that is not below another entry. For a directory, only its contents are copied.
+A source is an entry of the archive that is not inside another entry. For a directory, only its contents are copied.
 """
 
 from __future__ import annotations
@@ -61,13 +61,13 @@ def read_members(archive: tarfile.TarFile) -> dict[str, tarfile.TarInfo]:
 
 
 def find_source(name: str, members: dict[str, tarfile.TarInfo]) -> str:
-    """Return the topmost entry at or above ``name``. Raises CopyError if it lies below a file or a link."""
+    """Return the topmost entry that is or contains ``name``. Raises CopyError if a file or a link contains it."""
     source, parent = name, name
     while parent:
         parent = os.path.dirname(parent)
         if parent in members:
             if not members[parent].isdir():
-                raise CopyError(f"{name!r} lies below {parent!r}, which is not a directory")
+                raise CopyError(f"{name!r} is inside {parent!r}, which is not a directory")
             source = parent
     return source
 
@@ -78,7 +78,7 @@ class Copier:
         self.owner = owner
         self.mode = mode
         self.directories: set[str] = set()
-        """Directories below the destination that exist and are not links."""
+        """Directories in the destination that exist and are not links."""
         self.files: dict[str, str] = {}
         """The copied regular files: path in the archive → path of the copy."""
 
@@ -143,7 +143,7 @@ class Copier:
         os.utime(path, (member.mtime, member.mtime))
 
     def make_directory(self, path: str) -> None:
-        """Create a directory below the destination. A link in its place is not followed."""
+        """Create a directory in the destination. A link in its place is not followed."""
         if path in self.directories:
             return
         try:
