@@ -217,7 +217,7 @@ return "destroyed"
 def _destroy_with_programs(names: list[str], defer: bool) -> list[str]:
     """Destroy snapshots of several filesystems with channel programs. Returns the names that are still to be destroyed.
 
-    A program cannot destroy a snapshot that is mounted, and does not say why one is in use. `zfs destroy` does both,
+    A program cannot destroy a mounted snapshot, and does not explain why a snapshot is in use. `zfs destroy` does both,
     so it takes over if a program refuses.
     """
     if len({get_filesystem_name(name) for name in names}) < 2 or not detect_capabilities().pool_commands:
