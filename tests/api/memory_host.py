@@ -32,6 +32,7 @@ from sandbox_gateway.hosts.base import (
     Scan,
     SnapshotPart,
     StorageCommands,
+    StreamEncoding,
     Usage,
     VolumeState,
 )
@@ -271,6 +272,7 @@ class MemorySource:
     """A ``hosts.base.SnapshotSource`` of a snapshot in memory. Its disk contains the written values as JSON."""
 
     architecture = "test"
+    encoding = StreamEncoding.PLAIN
 
     def __init__(self, state: dict[str, str], snapshot: Snapshot, memory: bool) -> None:
         self.platform = {"accelerator": "a", "cpu_model": "b", "machine": "c", "qemu_version": "1"} if memory else {}
@@ -294,6 +296,8 @@ class MemorySource:
 
 class MemoryVolumeSource:
     """A ``hosts.base.PartSource`` of a volume in memory. Its image contains the values in the volume as JSON."""
+
+    encoding = StreamEncoding.PLAIN
 
     def __init__(self, files: dict[str, str], size_mb: int) -> None:
         self.contents = json.dumps(files).encode()
@@ -510,7 +514,7 @@ class MemoryHost:
     def memory_problem(self, snapshot: Snapshot) -> str:
         return self.memory_problems.get(snapshot.id, "")
 
-    async def open_snapshot(self, snapshot: Snapshot, *, memory: bool) -> MemorySource:
+    async def open_snapshot(self, snapshot: Snapshot, *, memory: bool, resume_token: str = "") -> MemorySource:
         source = MemorySource(self.disks[snapshot.id], snapshot, memory)
         self.sources.append(source)
         return source
@@ -518,7 +522,12 @@ class MemoryHost:
     def find_import_problem(self, host_kind: str, architecture: str, platform: Mapping[str, str]) -> str:
         return self.import_problem
 
-    async def begin_import(self, snapshot: Snapshot, sizes: Mapping[SnapshotPart, int], *, line: bool) -> MemoryTarget:
+    def check_encoding(self, encoding: StreamEncoding) -> None:
+        pass
+
+    async def begin_import(
+        self, snapshot: Snapshot, sizes: Mapping[SnapshotPart, int], *, line: bool, authentic: bool = False
+    ) -> MemoryTarget:
         return MemoryTarget(snapshot, self)
 
     async def remove_snapshot(self, snapshot: Snapshot) -> None:

@@ -6,7 +6,7 @@ import dataclasses
 import json
 import socket
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -20,8 +20,9 @@ from sandbox_gateway.engine.transfer.container import Encoder, compress_chunk
 from sandbox_gateway.engine.transfer.manifest import parse_manifest
 from sandbox_gateway.engine.transfer.signing import Signer
 from sandbox_gateway.hosts.base import Room, SnapshotPart
+from sandbox_gateway.records import Snapshot
 from tests.api.memory_gateway import ADMIN_KEY, EXEC_KEY, READ_KEY, MemoryGateway
-from tests.api.memory_host import MemoryHost, MemorySource
+from tests.api.memory_host import MemoryHost, MemorySource, MemoryTarget
 from tests.support.waiting import wait_until
 from tests.unit.engine.test_snapshot_files import CHUNKS, FILE, make_manifest_fields
 
@@ -225,6 +226,32 @@ def test_a_client_that_stops_reading_an_export_releases_the_snapshot(
         next(response.iter_raw(16))
     wait_until(lambda: memory_gateway.engine.transfers._active_count == 0)
     assert memory_gateway.host.sources[-1].is_closed
+
+
+def test_interrupted_imports_are_listed_and_discarded(
+    api: httpx.Client, memory_gateway: MemoryGateway, snapshot: dict[str, Any]
+) -> None:
+    class Target(MemoryTarget):
+        async def suspend(self) -> str:
+            return "a token"
+
+        def resume(self, snapshot: Snapshot, sizes: Mapping[SnapshotPart, int]) -> None:
+            raise AssertionError("nothing continues this import")
+
+    async def begin(record: Snapshot, *_: object, **__: object) -> Target:
+        return Target(record, memory_gateway.host)
+
+    memory_gateway.host.begin_import = begin  # type: ignore[method-assign, assignment]
+    assert api.get("/interrupted-imports").json() == []
+    file = api.get(f"/snapshots/{snapshot['snapshotID']}/export").content
+    for cut in (len(file) - 50, len(file) - 40):
+        assert import_snapshot(api, file[:cut], name="copy").status_code == 400
+        (interrupted,) = api.get("/interrupted-imports").json()
+        assert interrupted["snapshotID"] == snapshot["snapshotID"] and interrupted["resumeToken"] == "a token"
+        assert interrupted["signer"] == api.get("/signer").json()["fingerprint"]
+    path = f"/interrupted-imports/{interrupted['id']}"
+    assert (api.delete(path).status_code, api.delete(path).status_code) == (204, 404)
+    assert api.get("/interrupted-imports").json() == []
 
 
 def test_a_host_that_cannot_transfer_snapshots_says_so(tmp_path: Path) -> None:

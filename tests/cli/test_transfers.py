@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import json
 import subprocess
+from datetime import UTC, datetime
 from pathlib import Path
 
 import httpx
 import pytest
 
+from sandbox_gateway.cli.failure import ExitCode
+from sandbox_gateway.engine.transfer.interrupted import InterruptedImport
+from sandbox_gateway.records import Snapshot, SnapshotKind
 from tests.api.memory_gateway import ADMIN_KEY, MemoryGateway
-from tests.api.memory_host import MemorySource
+from tests.api.memory_host import MemorySource, MemoryTarget
 from tests.api.test_transfers import make_foreign_file
 from tests.cli.running import SANDBOXCTL_COMMAND, Run, check_success
 
@@ -55,6 +59,25 @@ def test_a_signer_is_trusted_by_its_fingerprint(run: Run, memory_gateway: Memory
     check_success(run("snapshot", "import", str(tmp_path / "file"), "--trust", "0" * 64, "--trust", fingerprint))
     own_fingerprint = check_success(run("snapshot", "signer")).out.strip()
     assert own_fingerprint == check_success(run("--json", "snapshot", "signer")).json["fingerprint"] != fingerprint
+
+
+def test_interrupted_imports_are_listed_and_discarded(
+    run: Run, memory_gateway: MemoryGateway, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert "no interrupted imports" in check_success(run("snapshot", "interrupted")).err
+    imports = memory_gateway.engine.transfers.interrupted_imports
+    target = MemoryTarget(Snapshot(kind=SnapshotKind.TEMPLATE, id="0123456789ab"), memory_gateway.host)
+    expires_at = datetime(2040, 1, 1, tzinfo=UTC)
+    fields = ("0123456789ab", "ba9876543210", "f" * 64, "1-token", expires_at)
+    each = InterruptedImport(*fields, target)  # type: ignore[arg-type]
+    imports._imports[each.signer, each.snapshot] = each
+    out = check_success(run("snapshot", "interrupted")).out
+    assert "0123456789ab" in out and "ba9876543210" in out and "1-token" in out
+    (item,) = check_success(run("--json", "snapshot", "interrupted")).json
+    assert item["id"] == each.id and item["expiresAt"].startswith("2040-01-01")
+    check_success(run("snapshot", "interrupted", "--discard", each.id))
+    assert not imports.list() and not memory_gateway.host.partial_imports
+    assert run("snapshot", "interrupted", "--discard", each.id).code == ExitCode.NOT_FOUND
 
 
 def test_files_can_be_piped(run: Run, memory_gateway: MemoryGateway, taken_snapshot: None) -> None:

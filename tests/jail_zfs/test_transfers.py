@@ -4,22 +4,29 @@ from __future__ import annotations
 
 import os
 import shutil
+import signal
 import subprocess
+import sys
 from collections.abc import AsyncIterator, Callable, Iterator
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import zfs_core
+from zfs_core.capabilities import ZFS_FUSE_CAPABILITIES
 
 from sandbox_gateway.engine.spec import ForkSpec
-from sandbox_gateway.engine.transfer.container import CHUNK_BYTES, Encoder, compress_chunk
+from sandbox_gateway.engine.transfer import interrupted
+from sandbox_gateway.engine.transfer.container import CHUNK_BYTES, MAGIC, Decoder, Encoder, compress_chunk
 from sandbox_gateway.engine.transfer.manifest import Manifest, Part, Sizes
-from sandbox_gateway.errors import BackendFailed, GatewayError, Invalid, NoSpace
-from sandbox_gateway.hosts.base import SnapshotPart
+from sandbox_gateway.errors import BackendFailed, GatewayError, Invalid, NameTaken, NoSpace, NotFound, Unsupported
+from sandbox_gateway.hosts.base import SnapshotPart, StreamEncoding
+from sandbox_gateway.hosts.jail_zfs.storage.storage import ZfsStorage
 from sandbox_gateway.records import Snapshot, SnapshotKind
 from tests.jail_zfs import pools
 from tests.support.jail_world import JailZfsWorld
 from tests.support.live import EngineRunner, engines
+from tests.support.waiting import wait_until
 from tests.support.worlds import TEMPLATE
 
 MakeRunner = Callable[..., EngineRunner]
@@ -36,9 +43,9 @@ def runner(make_runner: MakeRunner) -> EngineRunner:
     return make_runner()
 
 
-def export_snapshot(runner: EngineRunner, ref: str) -> bytes:
+def export_snapshot(runner: EngineRunner, ref: str, resume_token: str = "") -> bytes:
     async def read() -> bytes:
-        export = await runner.engine.transfers.export(ref)
+        export = await runner.engine.transfers.export(ref, resume_token=resume_token)
         try:
             return b"".join([piece async for piece in export.read_pieces()])
         finally:
@@ -47,19 +54,28 @@ def export_snapshot(runner: EngineRunner, ref: str) -> bytes:
     return runner.do(read())
 
 
-def import_snapshot(runner: EngineRunner, file: bytes, name: str | None = None) -> Snapshot:
+def import_snapshot(runner: EngineRunner, file: bytes, name: str | None = None, *, lost: bool = False) -> Snapshot:
+    """Import a file. ``lost``: the connection is lost at its end."""
+
     async def pieces() -> AsyncIterator[bytes]:
         for start in range(0, len(file), 100_000):
             yield file[start : start + 100_000]
+        if lost:
+            raise ConnectionResetError
 
     return runner.do(runner.engine.transfers.import_(pieces(), name=name))
 
 
-def make_file(runner: EngineRunner, stream: bytes) -> bytes:
+def make_file(
+    runner: EngineRunner,
+    stream: bytes,
+    encoding: StreamEncoding = StreamEncoding.PLAIN,
+    snapshot_id: str = "0123456789ab",
+) -> bytes:
     """Return a snapshot file that the gateway has signed, with ``stream`` as its contents."""
     encoder = Encoder(runner.engine.transfers.get_signer())
     manifest = Manifest(
-        snapshot_id="0123456789ab",
+        snapshot_id=snapshot_id,
         kind="snapshot",
         names=["made"],
         description="",
@@ -69,6 +85,7 @@ def make_file(runner: EngineRunner, stream: bytes) -> bytes:
         sizes=Sizes(cpus=1, memory_mb=256, disk_mb=1024),
         platform=None,
         line=False,
+        encoding=encoding,
         parts=[Part(name=SnapshotPart.STREAM, size=len(stream), data_bytes=len(stream))],
     )
     records = [encoder.encode_head(manifest)]
@@ -120,6 +137,266 @@ def test_a_template_is_imported_as_a_template(runner: EngineRunner) -> None:
     assert list_objects(runner) == before
 
 
+def read_manifest(file: bytes) -> Manifest:
+    decoder = Decoder()
+    decoder.feed(file[:CHUNK_BYTES])
+    manifest = decoder.read_manifest()
+    assert isinstance(manifest, Manifest)
+    return manifest
+
+
+needs_openzfs = pytest.mark.skipif(not pools.IS_OPENZFS, reason="zfs-fuse can neither resume nor compress streams")
+
+
+def test_a_file_states_how_its_stream_is_encoded(runner: EngineRunner) -> None:
+    file = export_snapshot(runner, TEMPLATE)
+    version = file[len(MAGIC) : len(MAGIC) + 2]
+    if zfs_core.detect_capabilities().send_options:
+        assert (read_manifest(file).encoding, version) == (StreamEncoding.COMPRESSED, b"\0\2")
+    else:
+        assert (read_manifest(file).encoding, version) == (StreamEncoding.PLAIN, b"\0\1")
+        assert b'"encoding"' not in file[: len(MAGIC) + 8000], "older releases refuse unknown fields"
+
+
+@pytest.mark.parametrize("encoding", [StreamEncoding.COMPRESSED, StreamEncoding.RAW])
+def test_a_host_with_zfs_fuse_refuses_encoded_streams_before_it_writes(
+    runner: EngineRunner, encoding: StreamEncoding, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(zfs_core, "detect_capabilities", lambda: ZFS_FUSE_CAPABILITIES)
+    before = list_objects(runner)
+    monkeypatch.setattr(zfs_core, "lzc_receive", None)
+    monkeypatch.setattr(zfs_core, "lzc_receive_resumable", None)
+    with pytest.raises(Unsupported, match=rf"is {encoding}, but this host has zfs-fuse"):
+        import_snapshot(runner, make_file(runner, b"x" * 5000, encoding))
+    assert list_objects(runner) == before
+
+
+def list_partial_datasets(runner: EngineRunner) -> list[str]:
+    return [name for name in list_objects(runner) if "/retired/import-" in name]
+
+
+@pytest.fixture
+def cut_import(runner: EngineRunner) -> bytes:
+    """Interrupt the import of a snapshot of the sandbox ``source``. Returns the whole file."""
+    runner.do(runner.engine.forks.create(TEMPLATE, ForkSpec(names=["source"])))
+    runner.shell("source", "head -c 9000000 /dev/urandom >/root/blob")
+    runner.do(runner.engine.snapshots.create("source", name="taken"))
+    file = export_snapshot(runner, "taken")
+    with pytest.raises(ConnectionResetError):
+        import_snapshot(runner, file[: len(file) // 2], "copy", lost=True)
+    return file
+
+
+def test_an_interrupted_import_on_zfs_fuse_leaves_nothing_behind(runner: EngineRunner, cut_import: bytes) -> None:
+    if zfs_core.detect_capabilities().receive_options:
+        pytest.skip("OpenZFS keeps what has arrived")
+    assert not list_partial_datasets(runner) and not runner.engine.transfers.interrupted_imports.list()
+    with pytest.raises(Unsupported, match="zfs-fuse cannot send the rest of a stream"):
+        export_snapshot(runner, "taken", "1-2-3-4")
+
+
+@needs_openzfs
+def test_an_interrupted_import_continues_where_it_ended(
+    runner: EngineRunner, make_runner: MakeRunner, cut_import: bytes
+) -> None:
+    (first,) = runner.engine.transfers.interrupted_imports.list()
+    assert [name.rpartition("-")[2] for name in list_partial_datasets(runner)] == [first.id]
+    with pytest.raises(NotFound):
+        runner.engine.snapshots.get("copy")
+    rest = export_snapshot(runner, "taken", first.resume_token)
+    assert len(rest) < 0.8 * len(cut_import)
+    with pytest.raises(ConnectionResetError):
+        import_snapshot(runner, rest[: len(rest) // 2], "copy", lost=True)
+    (second,) = runner.engine.transfers.interrupted_imports.list()
+    assert second.id == first.id and second.resume_token != first.resume_token
+    # The first token no longer fits. What has arrived stays.
+    last = export_snapshot(runner, "taken", second.resume_token)
+    assert len(last) < 0.8 * len(rest)
+    imported = import_snapshot(runner, last, "copy")
+    assert (imported.id, imported.names) == (first.id, ["copy"])
+    assert not runner.engine.transfers.interrupted_imports.list() and not list_partial_datasets(runner)
+    digest = runner.shell("source", "sha256sum /root/blob")
+    runner.close()
+    runner = make_runner(config=runner.config)
+    runner.do(runner.engine.forks.create("copy", ForkSpec(names=["fork"])))
+    assert runner.shell("fork", "sha256sum /root/blob") == digest
+
+
+@needs_openzfs
+def test_a_rest_that_does_not_fit_is_refused(runner: EngineRunner, cut_import: bytes) -> None:
+    imports = runner.engine.transfers.interrupted_imports
+    (first,) = imports.list()
+    rest = export_snapshot(runner, "taken", first.resume_token)
+    with pytest.raises(ConnectionResetError):
+        import_snapshot(runner, rest[: len(rest) // 2], "copy", lost=True)
+    (second,) = imports.list()
+    with pytest.raises(NameTaken):
+        import_snapshot(runner, rest)
+    with pytest.raises(GatewayError, match="ZFS"):
+        import_snapshot(runner, rest, "copy")
+    (third,) = imports.list()
+    assert (third.id, third.resume_token) == (second.id, second.resume_token), "what had arrived was lost"
+    imported = import_snapshot(runner, export_snapshot(runner, "taken", third.resume_token), "copy")
+    assert imported.id == first.id and not imports.list()
+    with pytest.raises(NotFound, match="of which this gateway has nothing"):
+        import_snapshot(runner, rest, "other")
+    for token in ("nonsense", "1-0-0-00", first.resume_token[:-8], "1-0-1000-" + "00" * 50):
+        with pytest.raises(Invalid, match="resume token is invalid"):
+            export_snapshot(runner, "taken", token)
+    with pytest.raises(Invalid, match="belongs to another snapshot"):
+        export_snapshot(runner, TEMPLATE, first.resume_token)
+
+
+@needs_openzfs
+def test_a_whole_file_replaces_an_interrupted_import(runner: EngineRunner, cut_import: bytes) -> None:
+    imported = import_snapshot(runner, cut_import, "copy")
+    assert imported.names == ["copy"]
+    assert not runner.engine.transfers.interrupted_imports.list() and not list_partial_datasets(runner)
+
+
+@needs_openzfs
+def test_an_interrupted_import_can_be_discarded(runner: EngineRunner, cut_import: bytes) -> None:
+    imports = runner.engine.transfers.interrupted_imports
+    (first,) = imports.list()
+    runner.do(imports.discard(first.id))
+    assert not imports.list() and not list_partial_datasets(runner)
+    with pytest.raises(NotFound):
+        runner.do(imports.discard(first.id))
+
+
+@needs_openzfs
+def test_an_interrupted_import_is_removed_later(runner: EngineRunner, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(interrupted, "KEPT_SECONDS", 0.5)
+    file = export_snapshot(runner, TEMPLATE)
+    with pytest.raises(ConnectionResetError):
+        import_snapshot(runner, file[: len(file) // 2], "copy", lost=True)
+    wait_until(lambda: not list_partial_datasets(runner), 30)
+    assert not runner.engine.transfers.interrupted_imports.list()
+
+
+@needs_openzfs
+def test_only_the_newest_interrupted_imports_are_kept(runner: EngineRunner, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(interrupted, "_MAX_IMPORTS", 2)
+    stream = read_stream("-c", runner.engine.snapshots.get(TEMPLATE).host["zfsSnapshot"])
+    for number in range(3):
+        file = make_file(runner, stream, StreamEncoding.COMPRESSED, snapshot_id=f"{number:012}")
+        with pytest.raises(ConnectionResetError):
+            import_snapshot(runner, file[: len(file) // 2], f"copy{number}", lost=True)
+    kept_imports = runner.engine.transfers.interrupted_imports.list()
+    assert [each.snapshot for each in kept_imports] == [f"{number:012}" for number in (1, 2)]
+    assert len(list_partial_datasets(runner)) == 2
+
+
+@needs_openzfs
+def test_an_interrupted_import_is_swept_at_the_next_start(
+    runner: EngineRunner, make_runner: MakeRunner, cut_import: bytes
+) -> None:
+    assert list_partial_datasets(runner)
+    runner.close()
+    runner = make_runner(config=runner.config)
+    assert not list_partial_datasets(runner)
+
+
+_KILLED_IMPORT = """
+import os, signal, sys
+from pathlib import Path
+import zfs_core
+from sandbox_gateway.hosts.base import SnapshotPart
+from sandbox_gateway.hosts.jail_zfs.storage.storage import ZfsStorage
+from sandbox_gateway.hosts.jail_zfs.transfer import ReceivingTarget
+from sandbox_gateway.records import Snapshot, SnapshotKind
+
+def die(*_):
+    os.kill(os.getpid(), signal.SIGKILL)
+
+root, state_root, step = sys.argv[1:]
+storage = ZfsStorage(root, state_root=Path(state_root))
+storage.open()
+storage.scan()
+stream = Path(state_root, "stream").read_bytes()
+record = Snapshot(kind=SnapshotKind.TEMPLATE, id="ba9876543210")
+target = ReceivingTarget(storage.streams, record, len(stream), on_commit=die)
+target.write(SnapshotPart.STREAM, 0, stream[: len(stream) // 2])
+if step == "half":
+    die()
+target.write(SnapshotPart.STREAM, len(stream) // 2, stream[len(stream) // 2 :])
+target._pipe.close()
+if step == "received":
+    die()
+setattr(zfs_core, step, die)
+target._finish()
+"""
+
+
+@needs_openzfs
+@pytest.mark.parametrize("step", ["half", "received", "lzc_set_prop", "lzc_rename"])
+def test_an_import_whose_gateway_is_killed_is_swept_at_the_next_start(root: str, tmp_path: Path, step: str) -> None:
+    storage = ZfsStorage(root, state_root=tmp_path)
+    storage.open()
+    storage.scan()
+    original = Snapshot(kind=SnapshotKind.TEMPLATE, id="0123456789ab")
+    storage.snapshots.create_base(original, lambda directory: (directory / "file").write_bytes(os.urandom(4 << 20)))
+    with (tmp_path / "stream").open("wb") as file:
+        storage.streams.send(original.id, file.fileno())
+    storage.close()
+    before = {*zfs_core.get_tree(root, ["type"])}
+    killed = subprocess.run([sys.executable, "-c", _KILLED_IMPORT, root, str(tmp_path), step], timeout=120, check=False)
+    assert killed.returncode == -signal.SIGKILL
+    assert {*zfs_core.get_tree(root, ["type"])} > before, "the import has not begun"
+    # The new gateway waits until `zfs receive` has noticed that the old one is gone.
+    storage.open()
+    assert any("its import was interrupted" in note for note in storage.scan().repaired)
+    assert {*zfs_core.get_tree(root, ["type"])} == before
+    storage.close()
+
+
+@needs_openzfs
+def test_no_unsigned_piece_reaches_zfs(runner: EngineRunner, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A changed chunk is refused even if its digest was changed accordingly, and nothing is kept."""
+    stream = read_stream("-c", runner.engine.snapshots.get(TEMPLATE).host["zfsSnapshot"])
+    file = make_file(runner, stream, StreamEncoding.COMPRESSED)
+    compressed = compress_chunk(0, 0, stream[:CHUNK_BYTES])
+    start = file.index(compressed[:45])
+    forged = compress_chunk(0, 0, stream[:4096] + b"x" * 4096 + stream[8192:CHUNK_BYTES])
+    signature = file[start + 45 : start + 45 + 64]
+    record = forged[:45] + signature + forged[45:]
+    changed = file[: start - 5] + b"C" + len(record).to_bytes(4, "big") + record
+    calls: list[object] = []
+    monkeypatch.setattr(zfs_core, "lzc_receive_resumable", lambda *args, **_: calls.append(args))
+    with pytest.raises(Invalid, match="the signature of a chunk does not match"):
+        import_snapshot(runner, changed)
+    assert not calls and not list_partial_datasets(runner)
+
+
+@needs_openzfs
+def test_an_encrypted_snapshot_is_sent_raw(root: str, tmp_path: Path) -> None:
+    key_file = tmp_path / "key"
+    key_file.write_bytes(b"k" * 32)
+    encryption = ["-o", "encryption=on", "-o", "keyformat=raw", "-o", f"keylocation=file://{key_file}"]
+    pools.run("zfs", "create", *encryption, f"{root}/encrypted")
+    pools.run("zfs", "create", f"{root}/plain")
+    storages = [ZfsStorage(f"{root}/{name}", state_root=tmp_path / name) for name in ("encrypted", "plain")]
+    for storage in storages:
+        storage.open()
+        storage.scan()
+    source, target = storages
+    original = Snapshot(kind=SnapshotKind.TEMPLATE, id="0123456789ab")
+    source.snapshots.create_base(original, lambda directory: (directory / "file").write_text("secret words"))
+    copy = Snapshot(kind=SnapshotKind.TEMPLATE, id="ba9876543210")
+    with (tmp_path / "stream").open("w+b") as file:
+        assert source.streams.send(original.id, file.fileno()) is StreamEncoding.RAW
+        assert b"secret words" not in (tmp_path / "stream").read_bytes()
+        file.seek(0)
+        target.streams.receive(copy, file.fileno())
+    dataset = f"{root}/plain/_template-{copy.id}"
+    with pytest.raises(GatewayError):
+        target.instances.clone(copy.id, "locked")
+    pools.run("zfs", "load-key", "-L", f"file://{key_file}", dataset)
+    assert (target.instances.clone(copy.id, "open") / "file").read_text() == "secret words"
+    for storage in storages:
+        storage.close()
+
+
 def read_stream(*arguments: str) -> bytes:
     return subprocess.run(["zfs", "send", *arguments], capture_output=True, check=True, timeout=60).stdout
 
@@ -140,22 +417,30 @@ def foreign_streams(runner: EngineRunner) -> dict[str, bytes]:
     return streams
 
 
+ENCODINGS = pytest.mark.parametrize(
+    "encoding", [StreamEncoding.PLAIN, pytest.param(StreamEncoding.COMPRESSED, marks=needs_openzfs)]
+)
+
+
+@ENCODINGS
 def test_foreign_streams_are_refused_and_leave_nothing_behind(
-    runner: EngineRunner, foreign_streams: dict[str, bytes]
+    runner: EngineRunner, foreign_streams: dict[str, bytes], encoding: StreamEncoding
 ) -> None:
     before = list_objects(runner)
     for problem, stream in foreign_streams.items():
         with pytest.raises(Invalid, match=problem):
-            import_snapshot(runner, make_file(runner, stream))
+            import_snapshot(runner, make_file(runner, stream, encoding))
         assert list_objects(runner) == before
 
 
-def test_a_damaged_stream_is_refused_and_leaves_nothing_behind(runner: EngineRunner) -> None:
+@ENCODINGS
+def test_a_damaged_stream_is_refused_and_leaves_nothing_behind(runner: EngineRunner, encoding: StreamEncoding) -> None:
     stream = read_stream(runner.engine.snapshots.get(TEMPLATE).host["zfsSnapshot"])
     before = list_objects(runner)
     for damaged_stream in (stream[: len(stream) // 2], stream[:5000] + b"x" * 5000 + stream[10000:]):
         with pytest.raises(GatewayError):
-            import_snapshot(runner, make_file(runner, damaged_stream))
+            import_snapshot(runner, make_file(runner, damaged_stream, encoding))
+        assert not runner.engine.transfers.interrupted_imports.list()
         assert list_objects(runner) == before
 
 
@@ -196,7 +481,8 @@ def test_an_interrupted_import_is_removed_at_the_next_start(
 
 
 def test_a_stream_needs_room_in_the_state_directory(runner: EngineRunner, monkeypatch: pytest.MonkeyPatch) -> None:
-    file = export_snapshot(runner, TEMPLATE)
+    # Only a plain stream is stored before ZFS receives it.
+    file = make_file(runner, read_stream(runner.engine.snapshots.get(TEMPLATE).host["zfsSnapshot"]))
     before = list_objects(runner)
     monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=1 << 20))
     with pytest.raises(NoSpace, match=f"not enough space in {runner.config.host.state_root} to export the snapshot"):

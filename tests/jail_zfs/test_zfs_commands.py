@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 import zfs_core
-from zfs_core import changes
+from zfs_core import changes, snapshots
 from zfs_core import exceptions as lzc_exc
 from zfs_core import run as zfs_run
 from zfs_core.causes import Cause
@@ -32,6 +32,8 @@ def _get_single_error(error: lzc_exc.ZFSError) -> lzc_exc.ZFSError:
     assert len(error.errors) == 1
     return error.errors[0]
 
+
+needs_openzfs = pytest.mark.skipif(not pools.IS_OPENZFS, reason="zfs-fuse has neither channel programs nor `.zfs`")
 
 _create = partial(zfs_core.lzc_create, mounted=True)
 _destroy = partial(zfs_core.lzc_destroy, unmounted=True)
@@ -148,6 +150,84 @@ def test_destroying_several_snapshots_is_all_or_nothing(root: str) -> None:
     assert zfs_core.list_snapshots(f"{root}/a") == [f"{root}/a@2", f"{root}/a@3"]
     zfs_core.lzc_destroy(f"{root}/b", unmounted=True)
     assert zfs_core.list_snapshots(f"{root}/a") == [f"{root}/a@3"]
+
+
+@pytest.fixture
+def snapshots_of_several_filesystems(root: str) -> list[str]:
+    names = [f"{root}/{name}" for name in "abc"]
+    for name in names:
+        _create(name)
+    zfs_core.lzc_snapshot([f"{name}@1" for name in names])
+    return [f"{name}@1" for name in names]
+
+
+@pytest.fixture
+def commands(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, ...]]:
+    """Record the arguments of the ``zfs`` commands that are run."""
+    arguments: list[tuple[str, ...]] = []
+    execute = zfs_run.execute
+
+    def record(args: tuple[str, ...], *rest: object) -> object:
+        arguments.append(args)
+        return execute(args, *rest)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(zfs_run, "execute", record)
+    return arguments
+
+
+@pytest.mark.parametrize("defer", [False, True])
+def test_snapshots_of_several_filesystems_are_destroyed(
+    snapshots_of_several_filesystems: list[str], commands: list[tuple[str, ...]], defer: bool, root: str
+) -> None:
+    names = snapshots_of_several_filesystems
+    zfs_core.lzc_destroy_snaps([f"{root}/a@never", *names, f"{root}/no@1", names[0]], defer)
+    assert not any(map(zfs_core.lzc_exists, names))
+    changes_made = [args[0] for args in commands if args[0] not in ("get", "list")]
+    if zfs_core.detect_capabilities().pool_commands:
+        assert changes_made == ["program"]
+    else:
+        assert changes_made.count("destroy") >= 3 and "program" not in changes_made
+
+
+def test_snapshots_of_several_filesystems_are_destroyed_together_or_not_at_all(
+    snapshots_of_several_filesystems: list[str], root: str
+) -> None:
+    names = snapshots_of_several_filesystems
+    zfs_core.lzc_clone(f"{root}/clone", names[1])
+    error = _get_single_error(_catch_error(zfs_core.lzc_destroy_snaps, names, False))
+    assert isinstance(error, lzc_exc.SnapshotIsCloned) and error.related == (f"{root}/clone",)
+    zfs_core.lzc_hold({names[2]: "keep"})
+    with pytest.raises(lzc_exc.SnapshotDestructionFailure):
+        zfs_core.lzc_destroy_snaps([names[0], names[2]], False)
+    assert all(map(zfs_core.lzc_exists, names))
+    zfs_core.lzc_destroy_snaps(names, True)
+    assert [zfs_core.lzc_exists(name) for name in names] == [False, True, True]
+    zfs_core.lzc_release({names[2]: ["keep"]})
+    zfs_core.lzc_destroy(f"{root}/clone", unmounted=True)
+    assert not any(map(zfs_core.lzc_exists, names))
+
+
+@needs_openzfs
+def test_a_mounted_snapshot_is_destroyed_with_others(
+    snapshots_of_several_filesystems: list[str], root_path: Path
+) -> None:
+    """A channel program cannot destroy a mounted snapshot, so the ordinary command has to."""
+    names = snapshots_of_several_filesystems
+    assert not [*(root_path / "a" / ".zfs" / "snapshot" / "1").iterdir()]
+    zfs_core.lzc_destroy_snaps(names, False)
+    assert not any(map(zfs_core.lzc_exists, names))
+
+
+@needs_openzfs
+def test_programs_that_fail_are_replaced_with_commands(
+    snapshots_of_several_filesystems: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: object, **__: object) -> None:
+        raise lzc_exc.ZCPPermissionError
+
+    monkeypatch.setattr(snapshots, "lzc_channel_program", refuse)
+    zfs_core.lzc_destroy_snaps(snapshots_of_several_filesystems, False)
+    assert not any(map(zfs_core.lzc_exists, snapshots_of_several_filesystems))
 
 
 def test_destroy_removes_only_the_named_dataset(root: str) -> None:

@@ -36,8 +36,9 @@ ADMIN_ROUTES = (
     "/snapshots/{ref}/export",
     "/volumes/{ref}/snapshots/{snapshot}/export",
     "/templates/{ref}/files/{digest}",
+    "/interrupted-imports",
 )
-"""The only GETs that a key of scope read may not send: files with all secrets of a guest, and a URL for uploads."""
+"""The only GETs that a key of scope read may not send: files with all secrets of a guest, a URL, and tokens."""
 PLANS_PATH = "/plans"
 """Every key may open plan sessions, because they change nothing."""
 RUNS_PATH = "/applied-runs"

@@ -68,6 +68,7 @@ from zfs_core.properties import (
     written_bytes,
 )
 from zfs_core.receive import (
+    abort_receive,
     lzc_receive,
     lzc_receive_one,
     lzc_receive_resumable,
@@ -96,6 +97,7 @@ __all__ = [
     "ZCP_DEFAULT_INSTRLIMIT",
     "ZCP_DEFAULT_MEMLIMIT",
     "RunningCommand",
+    "abort_receive",
     "check_reachable",
     "count_timeouts",
     "detect_capabilities",

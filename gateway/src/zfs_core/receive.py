@@ -37,6 +37,7 @@ from zfs_core.names import (
     Name,
     accepts_bytes,
     get_filesystem_name,
+    validate_filesystem_name,
     validate_new_snapshot_name,
     validate_snapshot_name,
 )
@@ -120,6 +121,18 @@ def lzc_receive_resumable(
     """
     _require_options("lzc_receive_resumable")
     _receive(_make_request(snapname, fd, force, origin, props, resumable=True, seconds=seconds))
+
+
+def abort_receive(name: Name) -> None:
+    """Discard what an interrupted ``lzc_receive_resumable`` has left in the filesystem ``name``.
+
+    If the stream was to create the filesystem, destroys it. Raises DatasetNotFound, and ZFSGenericError if there is
+    nothing to discard. Command: ``zfs receive -A NAME``.
+    """
+    _require_options("abort_receive")
+    target = validate_filesystem_name(name)
+    outcome = run("receive", "-A", target, name=target)
+    check(outcome, target, "abort receive", {Cause.MISSING: DatasetNotFound})
 
 
 def receive_header(fd: int) -> tuple[dict[str, Any], bytes]:

@@ -25,6 +25,7 @@ from zfs_core.exceptions import (
     SnapshotNotFound,
     SnapshotNotLatest,
     SuspendedPool,
+    ZCPError,
     ZFSError,
     ZFSGenericError,
     ZFSOutputError,
@@ -52,6 +53,7 @@ from zfs_core.names import (
 )
 from zfs_core.options import Props, format_property_options
 from zfs_core.outcome import ErrorFactory, check, make_error
+from zfs_core.pools import lzc_channel_program
 from zfs_core.run import run, run_with_retries
 
 
@@ -175,9 +177,10 @@ def lzc_destroy_snaps(snaps: Iterable[Name], defer: bool) -> None:
 
     With ``defer``, ZFS destroys a cloned or held snapshot when its last clone or hold is removed. Without it, if any
     snapshot is cloned or held, none is destroyed and SnapshotDestructionFailure is raised. Its ``errors`` are
-    SnapshotIsCloned (``related``: the clones), SnapshotIsHeld, NameTooLong, PoolsDiffer or PoolNotFound. If a snapshot
-    is cloned or held in the meantime, snapshots of other filesystems may already be destroyed. Command:
-    ``zfs destroy SNAP,SHORTNAME`` for each filesystem.
+    SnapshotIsCloned (``related``: the clones), SnapshotIsHeld, NameTooLong, PoolsDiffer or PoolNotFound. One command
+    destroys up to 400 snapshots. If there are more, or if this version of ZFS has no channel programs, and a snapshot
+    is cloned or held in the meantime, others may already be destroyed. Command: ``zfs destroy SNAP,SHORTNAME`` for one
+    filesystem, ``zfs program`` for several.
     """
     names = [decode_name(snap) for snap in snaps]
     if too_long_names := [name for name in names if is_too_long(get_short_name(name))]:
@@ -186,10 +189,49 @@ def lzc_destroy_snaps(snaps: Iterable[Name], defer: bool) -> None:
         raise SnapshotDestructionFailure([PoolsDiffer(_get_only_name(names))])
     # The command would treat "%" and "," as a range or list of snapshots, and a name without "@" as a filesystem.
     possible_names = [name for name in names if is_snapshot_name(name) and not is_too_long(name)]
+    possible_names = _destroy_with_programs(possible_names, defer)
     if len(possible_names) > 1 and not defer:
         _check_unused(possible_names)
     if errors := _destroy_by_filesystem(possible_names, defer):
         raise SnapshotDestructionFailure(errors)
+
+
+_DESTROY_PROGRAM = """
+local names, existing = (...)["argv"], {}
+for i = 2, #names do
+    local code = zfs.check.destroy{names[i], defer=(names[1] == "defer")}
+    if code == 0 then
+        existing[#existing + 1] = names[i]
+    elseif code ~= ENOENT then
+        return "refused"
+    end
+end
+for _, name in ipairs(existing) do
+    assert(zfs.sync.destroy{name, defer=(names[1] == "defer")} == 0)
+end
+return "destroyed"
+"""
+"""Destroys the snapshots after the first argument, or none. Skips those that do not exist."""
+
+
+def _destroy_with_programs(names: list[str], defer: bool) -> list[str]:
+    """Destroy snapshots of several filesystems with channel programs. Returns the names that are still to be destroyed.
+
+    A program cannot destroy a mounted snapshot, and does not explain why a snapshot is in use. `zfs destroy` does both,
+    so it takes over if a program refuses.
+    """
+    if len({get_filesystem_name(name) for name in names}) < 2 or not detect_capabilities().pool_commands:
+        return names
+    batches = list(split_names(dict.fromkeys(names)))
+    for index, batch in enumerate(batches):
+        try:
+            mode = "defer" if defer else "now"
+            result = lzc_channel_program(get_pool_name(batch[0]), _DESTROY_PROGRAM, params=[mode, *batch])
+        except (ZCPError, PoolNotFound):
+            result = None
+        if result != "destroyed":
+            return [name for each in batches[index:] for name in each]
+    return []
 
 
 def _check_unused(names: Sequence[str]) -> None:

@@ -23,6 +23,7 @@ _COMPOUND_STREAM: Final = 2
 _FILESYSTEM_OBJECTS: Final = 2
 _CLONE_FLAG: Final = 1
 _RESUMING_FEATURE: Final = 1 << 20
+_COMPRESSED_FEATURE: Final = 1 << 22
 _RAW_FEATURE: Final = 1 << 24
 _CHECKSUM_BYTES: Final = 32
 
@@ -54,6 +55,11 @@ class BeginRecord:
     def is_raw(self) -> bool:
         """Return whether the data are encrypted, as in the sender's pool."""
         return bool(self.version_info >> 2 & _RAW_FEATURE)
+
+    @property
+    def is_compressed(self) -> bool:
+        """Return whether blocks are compressed, as in the sender's pool. A raw stream says so, too."""
+        return bool(self.version_info >> 2 & _COMPRESSED_FEATURE)
 
     @property
     def is_incremental(self) -> bool:

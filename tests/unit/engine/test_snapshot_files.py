@@ -166,14 +166,71 @@ def test_a_file_that_continues_after_its_end_is_refused() -> None:
 
 
 def test_a_file_of_a_newer_version_is_refused() -> None:
-    file = MAGIC + b"\x00\x02" + b"whatever a newer release writes"
-    with pytest.raises(Unsupported, match=r"format version 2, which a newer release.*: upgrade this gateway"):
+    file = MAGIC + b"\x00\x03" + b"whatever a newer release writes"
+    with pytest.raises(Unsupported, match=r"format version 3, which a newer release.*: upgrade this gateway"):
         decode_file(file)
 
 
 def test_a_file_of_another_format_is_refused_immediately() -> None:
     with pytest.raises(Invalid, match="not a snapshot file"):
         decode_file(b"PK\x03\x04")
+
+
+# -- version 2, with signed chunks ------------------------------------------------------------------------------------
+
+ENCODED: dict[str, Any] = {
+    "host_kind": "jail_zfs",
+    "platform": None,
+    "line": False,
+    "parts": [{"name": "stream", "size": 64 * MIB, "data_bytes": 8 * MIB}],
+    "encoding": "compressed",
+}
+STREAM_CHUNKS = [(0, 0, b"a" * 4096), (0, 8192, b"b" * 8192), (0, 32 * MIB, b"c" * 4096)]
+
+
+def split_records(file: bytes, edges: list[int]) -> list[bytes]:
+    return [file[start:end] for start, end in pairwise(edges)]
+
+
+def test_chunks_of_an_encoded_stream_are_signed() -> None:
+    file, _ = make_file(STREAM_CHUNKS, **ENCODED)
+    assert file[len(MAGIC) :][:2] == b"\0\2" and FILE[len(MAGIC) :][:2] == b"\0\1"
+    assert [(chunk.offset, chunk.data) for chunk in decode_file(file, 7)] == [each[1:] for each in STREAM_CHUNKS]
+
+
+def test_a_changed_moved_or_missing_signed_chunk_is_refused_when_it_arrives() -> None:
+    head, *chunks, end = split_records(*make_file(STREAM_CHUNKS, **ENCODED))
+    other_head, *other_chunks, _ = split_records(*make_file(STREAM_CHUNKS, **ENCODED, continues=True))
+    for records in (
+        [head, chunks[1]],  # the first is missing
+        [head, chunks[0], chunks[2]],
+        [head, other_chunks[0]],  # from another file of the same signer
+        [other_head, chunks[0]],
+        [head, chunks[0], chunks[0]],
+    ):
+        with pytest.raises(Invalid, match=r"the signature of a chunk does not match|is out of place"):
+            decode_file(b"".join([*records, end]))
+
+
+@given(st.integers(0, 1 << 30), st.integers(1, 255))
+@settings(deadline=None, max_examples=150)
+def test_no_changed_chunk_of_an_encoded_stream_is_returned(place: int, change: int) -> None:
+    file, edges = make_file(STREAM_CHUNKS, **ENCODED)
+    place = edges[1] + place % (len(file) - edges[1])
+    decoder, chunks = Decoder(), []
+    decoder.feed(file[:place] + bytes([file[place] ^ change]) + file[place + 1 :])
+    with pytest.raises(GatewayError):
+        for chunk in decoder.read_chunks():
+            chunks.append(chunk)
+        decoder.close()
+    assert all((0, chunk.offset, chunk.data) in STREAM_CHUNKS for chunk in chunks)
+
+
+def test_the_version_cannot_be_changed_to_omit_the_signatures() -> None:
+    file, _ = make_file(STREAM_CHUNKS, **ENCODED)
+    for other in (file.replace(MAGIC + b"\0\2", MAGIC + b"\0\1", 1), FILE.replace(MAGIC + b"\0\1", MAGIC + b"\0\2", 1)):
+        with pytest.raises(Invalid):
+            decode_file(other)
 
 
 # -- files from a malicious signer: the signature is valid, but the contents are not ----------------------------------
@@ -287,6 +344,9 @@ BAD_FIELDS: dict[str, dict[str, Any]] = {
     "a long description": {"description": "x" * 4097},
     "a release with a line end": {"release": "1\n2"},
     "another kind of host": {"host_kind": "jail_zfs"},
+    "a compressed stream of another kind of host": {"encoding": "compressed"},
+    "an unknown encoding": {"encoding": "zip", "host_kind": "jail_zfs"},
+    "a plain stream that continues an import": {"continues": True},
     "a path as the architecture": {"architecture": "/bin/sh"},
     "too many CPUs": {"sizes": {"cpus": 10**9, "memory_mb": 64, "disk_mb": 64}},
     "no memory": {"sizes": {"cpus": 1, "memory_mb": 0, "disk_mb": 64}},
@@ -351,7 +411,8 @@ def make_volume_fields(**changes: Any) -> dict[str, Any]:
 @pytest.mark.parametrize("changes", [{}, {"host_kind": "jail_zfs", "parts": STREAM_PARTS}], ids=["image", "stream"])
 def test_the_manifest_of_a_volume_is_valid(changes: dict[str, Any]) -> None:
     fields = make_volume_fields(**changes)
-    assert parse_manifest(json.dumps(fields).encode()).model_dump(mode="json") == fields
+    manifest = parse_manifest(json.dumps(fields).encode())
+    assert json.loads(manifest.model_dump_json(exclude_defaults=True)) == fields
 
 
 @pytest.mark.parametrize(

@@ -89,12 +89,46 @@ def _destroy_snapshots(names: list[str], defer: bool = False) -> list[exceptions
 
 def test_the_snapshots_of_a_filesystem_are_destroyed_with_one_command(install_fake_zfs: InstallFakeZfs) -> None:
     list_commands = install_fake_zfs(_HOLDS_SCRIPT)
-    names = ["tank/a@1", "tank/b@1", "tank/a@2", "tank/a@1", *(f"tank/c@{number}" for number in range(500))]
-    assert _destroy_snapshots(names) == []
-    destroy_commands = [command for command in list_commands() if command.startswith("destroy ")]
-    assert destroy_commands[:2] == ["destroy tank/a@1,2", "destroy tank/b@1"]
-    assert [command.count(",") + 1 for command in destroy_commands[2:]] == [400, 100]
-    assert len(list_commands()) == 4 + 3, "holds and clones are looked up together"
+    assert _destroy_snapshots(["tank/a@1", "tank/a@2", "tank/a@1"]) == []
+    assert [command for command in list_commands() if command.startswith("destroy ")] == ["destroy tank/a@1,2"]
+    assert _destroy_snapshots([f"tank/c@{number}" for number in range(500)]) == []
+    destroy_commands = [command for command in list_commands()[3:] if command.startswith("destroy ")]
+    assert [command.count(",") + 1 for command in destroy_commands] == [400, 100]
+    assert len(list_commands()) == 3 + 5, "holds and clones are looked up together"
+    assert not any(command.startswith("program") for command in list_commands())
+
+
+_PROGRAM_SCRIPT = """
+case $* in
+    "program "*refused*) echo '{"return": "refused"}' ;;
+    "program "*denied*) printf 'Channel program execution failed:\\nPermission denied.\\n' >&2; exit 1 ;;
+    "program "*) echo '{"return": "destroyed"}' ;;
+    "get "*) printf 'tank/a@1\\t0\\n' ;;
+    "list "*) printf 'tank\\t-\\n' ;;
+esac
+"""
+
+
+@pytest.mark.parametrize(("defer", "mode"), [(False, "now"), (True, "defer")])
+def test_the_snapshots_of_several_filesystems_are_destroyed_with_programs(
+    install_fake_zfs: InstallFakeZfs, defer: bool, mode: str
+) -> None:
+    list_commands = install_fake_zfs(_PROGRAM_SCRIPT)
+    assert _destroy_snapshots([f"tank/{number}@1" for number in range(500)], defer) == []
+    programs = [command.split() for command in list_commands()]
+    assert [words[words.index("-") + 1] for words in programs] == [mode, mode]
+    assert [len(words[words.index("-") + 2 :]) for words in programs] == [400, 100]
+
+
+@pytest.mark.parametrize("reason", ["refused", "denied"])
+def test_commands_take_over_if_a_program_does_not_destroy_the_snapshots(
+    install_fake_zfs: InstallFakeZfs, reason: str
+) -> None:
+    list_commands = install_fake_zfs(_PROGRAM_SCRIPT)
+    assert _destroy_snapshots(["tank/a@1", f"tank/b@{reason}", "tank/a@2"], True) == []
+    program, *commands = list_commands()
+    assert program.startswith("program ")
+    assert commands == ["destroy -d tank/a@1,2", f"destroy -d tank/b@{reason}"]
 
 
 def test_a_list_with_a_snapshot_in_use_is_not_destroyed(install_fake_zfs: InstallFakeZfs) -> None:

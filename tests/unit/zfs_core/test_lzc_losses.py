@@ -121,6 +121,9 @@ class FakeZfs:
         ]
         return "".join("\t".join({"name": n, **self.objects[n]}[c] for c in columns) + "\n" for n in names)
 
+    def _program(self, args: list[str], stdin: int | None) -> str:
+        raise _Failure("Channel program execution failed:\nPermission denied.")
+
     def _destroy(self, args: list[str], stdin: int | None) -> str:
         name = args[-1]
         item = self._require(name)

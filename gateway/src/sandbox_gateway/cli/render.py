@@ -58,6 +58,12 @@ def print_volume_snapshots(items: Sequence[Mapping[str, Any]], volume: str) -> N
     print_table(headings, rows, empty_note=f"no snapshots of {volume}: `sandboxctl volume snapshot {volume}` takes one")
 
 
+def print_interrupted_imports(items: Sequence[Mapping[str, Any]]) -> None:
+    headings = ("ID", "SNAPSHOT", "EXPIRES", "RESUME TOKEN")
+    rows = ((item["id"], item["snapshotID"], item["expiresAt"], item["resumeToken"]) for item in items)
+    print_table(headings, rows, empty_note="no interrupted imports can be continued")
+
+
 def print_templates(items: Sequence[Mapping[str, Any]]) -> None:
     headings = ("NAME", "ID", "STATUS", "CPU", "MEMORY", "DISK", "CAPTURED", "FORKS", "AGE")
     rows = (_build_template_row(item) for item in items)

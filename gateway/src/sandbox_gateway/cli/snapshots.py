@@ -165,6 +165,15 @@ def export(
     snapshot: SnapshotRef,
     file: Annotated[str, typer.Argument(metavar="FILE", help="The file to create; - for standard output.")],
     no_memory: Annotated[bool, typer.Option("--no-memory", help="Export the disk only.")] = False,
+    resume_token: Annotated[
+        str,
+        typer.Option(
+            "--resume-token",
+            metavar="TOKEN",
+            help="Export only the rest, to continue an interrupted import.",
+            show_default=False,
+        ),
+    ] = "",
     as_json: Json = False,
 ) -> None:
     """Write a snapshot or template to a file. The file contains all secrets of its guest."""
@@ -173,7 +182,8 @@ def export(
 
     settings = get_settings(ctx, as_json)
     path = build_path("snapshots", snapshot, "export")
-    size = snapshot_files.export(settings.client, path, snapshot, file, memory="none" if no_memory else "")
+    params = {"memory": "none" if no_memory else "", "resumeToken": resume_token}
+    size = snapshot_files.export(settings.client, path, snapshot, file, **params)
     if file == "-":
         return
     render.print_json({"file": file, "bytes": size}) if settings.json else print(f"{file}: {size} bytes")
@@ -200,6 +210,25 @@ def import_(
     render.print_json(snapshot) if settings.json else render.print_snapshots([snapshot])
     if reason := snapshot["imported"]["omittedMemory"]:
         render.print_note(f"imported without its memory, so forks boot from the disk: {reason}")
+
+
+@app.command("interrupted")
+def interrupted(
+    ctx: typer.Context,
+    discard: Annotated[
+        str, typer.Option("--discard", metavar="ID", help="Remove what this import has received.", show_default=False)
+    ] = "",
+    as_json: Json = False,
+) -> None:
+    """List the imports that were interrupted and can be continued."""
+    from sandbox_gateway.cli.client import build_path
+
+    settings = get_settings(ctx, as_json)
+    if discard:
+        settings.client.call("DELETE", build_path("interrupted-imports", discard))
+        return
+    imports = settings.client.get("/interrupted-imports")
+    render.print_json(imports) if settings.json else render.print_interrupted_imports(imports)
 
 
 @app.command("signer")

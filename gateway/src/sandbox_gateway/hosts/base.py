@@ -11,7 +11,7 @@ import socket
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 from sandbox_gateway.image_references import RegistryLogin
 from sandbox_gateway.recipes import Recipe
@@ -162,12 +162,26 @@ MACHINE_PARTS = frozenset({SnapshotPart.KERNEL, SnapshotPart.INITRD, SnapshotPar
 MEMORY_PARTS = frozenset({SnapshotPart.MEMORY, SnapshotPart.DEVICE_STATE})
 
 
+class StreamEncoding(StrEnum):
+    """How the blocks of a file system are stored in a stream. The importing host needs a ZFS that can receive it."""
+
+    PLAIN = "plain"
+    COMPRESSED = "compressed"
+    """As in the pool from which the stream was sent."""
+    RAW = "raw"
+    """As in that pool: encrypted. To mount the file system, load its key."""
+
+
 class PartSource(Protocol):
     """The open parts of a snapshot. They remain readable if the snapshot is removed. The methods block."""
 
     @property
     def sizes(self) -> Mapping[SnapshotPart, int]:
         """The size in bytes of each part."""
+
+    @property
+    def encoding(self) -> StreamEncoding:
+        """How the blocks in STREAM are stored. PLAIN if there is no stream."""
 
     def extents(self, part: SnapshotPart) -> Iterator[tuple[int, int]]:
         """Yield the (start, end) of each range of a part that may contain nonzero bytes."""
@@ -209,6 +223,20 @@ class ImportTarget(Protocol):
 
     async def discard(self) -> None:
         """Remove everything, whether it is committed or not."""
+
+
+@runtime_checkable
+class ResumableTarget(ImportTarget, Protocol):
+    """An import that can continue after an interruption, with a file whose stream begins where the first one ended."""
+
+    async def suspend(self) -> str:
+        """Stop, and keep what has arrived. Returns a token for ``Host.open_snapshot``, or "" if nothing can be kept.
+
+        Afterwards, only ``resume`` and ``discard`` may be called.
+        """
+
+    def resume(self, snapshot: Snapshot, sizes: Mapping[SnapshotPart, int]) -> None:
+        """Prepare for the rest of the stream, in a part with the given size. ``snapshot``: its record from now on."""
 
 
 @dataclass(frozen=True)
@@ -353,8 +381,11 @@ class Host(Protocol):
     async def remove_snapshot(self, snapshot: Snapshot) -> None:
         """Remove a snapshot atomically."""
 
-    async def open_snapshot(self, snapshot: Snapshot, *, memory: bool) -> SnapshotSource:
-        """Open a committed snapshot for reading. ``memory``: include the memory, which must be restorable."""
+    async def open_snapshot(self, snapshot: Snapshot, *, memory: bool, resume_token: str = "") -> SnapshotSource:
+        """Open a committed snapshot for reading. ``memory``: include the memory, which must be restorable.
+
+        ``resume_token``: open only the rest of its stream, after what a ``ResumableTarget`` has received.
+        """
 
     def find_import_problem(self, host_kind: str, architecture: str, platform: Mapping[str, str]) -> str:
         """Return, as a clause, why memory that was captured on ``platform`` cannot be restored, or "" if it can.
@@ -362,8 +393,17 @@ class Host(Protocol):
         Raises Unsupported if this host cannot boot even a disk from a host of ``host_kind`` and ``architecture``.
         """
 
-    async def begin_import(self, snapshot: Snapshot, sizes: Mapping[SnapshotPart, int], *, line: bool) -> ImportTarget:
-        """Create the parts of ``snapshot``, all zero, with the given sizes. ``line``: see ``SnapshotSource``."""
+    def check_encoding(self, encoding: StreamEncoding) -> None:
+        """Raise Unsupported unless this host can receive streams with this encoding."""
+
+    async def begin_import(
+        self, snapshot: Snapshot, sizes: Mapping[SnapshotPart, int], *, line: bool, authentic: bool = False
+    ) -> ImportTarget:
+        """Create the parts of ``snapshot``, all zero, with the given sizes. ``line``: see ``SnapshotSource``.
+
+        ``authentic``: the signer of everything that is written to the target is known when it is written. Otherwise,
+        that is only known at ``commit``.
+        """
 
     # -- volumes: `Sandbox.mounts` lists a sandbox's mounts; `fork` and `boot` mount them, `discard` and `stop` unmount
 

@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from sandbox_gateway.engine.loads import Sample
     from sandbox_gateway.engine.prewarm import Level
     from sandbox_gateway.engine.room import RoomReport
+    from sandbox_gateway.engine.transfer.interrupted import InterruptedImport
 from sandbox_gateway.hosts.base import MemoryDisk, SlowCommand, Usage, VolumeState
 
 ENVD_VERSION = "0.6.4"
@@ -139,6 +140,14 @@ class ImportedShape(Shape):
     snapshot_id: str = Field(description="The snapshot's id in the gateway that exported it.")
     signer: str = Field(description="The fingerprint of the key that signed the file.")
     omitted_memory: str = Field(description="Why the memory in the file was not imported; empty if nothing is missing.")
+
+
+class InterruptedImportShape(Shape):
+    id: str = Field(description="The id that the snapshot will have.")
+    snapshot_id: str = Field(description="The snapshot's id in the gateway that exported it.")
+    signer: str = Field(description="The fingerprint of the key that signed the file.")
+    resume_token: str = Field(description="The `resumeToken` with which that gateway exports the rest.")
+    expires_at: datetime = Field(description="When the gateway removes what it has received.")
 
 
 class SignerShape(Shape):
@@ -543,6 +552,16 @@ def describe_sandbox(
 
 def describe_import(imported: ImportOrigin) -> ImportedShape:
     return ImportedShape(snapshot_id=imported.snapshot, signer=imported.signer, omitted_memory=imported.omitted_memory)
+
+
+def describe_interrupted_import(interrupted_import: InterruptedImport) -> InterruptedImportShape:
+    return InterruptedImportShape(
+        id=interrupted_import.id,
+        snapshot_id=interrupted_import.snapshot,
+        signer=interrupted_import.signer,
+        resume_token=interrupted_import.resume_token,
+        expires_at=interrupted_import.expires_at,
+    )
 
 
 def describe_snapshot(

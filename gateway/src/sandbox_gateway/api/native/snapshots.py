@@ -6,7 +6,7 @@ import json
 from collections.abc import Iterator
 from typing import Annotated, Literal
 
-from fastapi import APIRouter, Query, Request, Response
+from fastapi import APIRouter, Path, Query, Request, Response
 from fastapi.responses import JSONResponse
 
 from sandbox_gateway.api.access.auth import get_plan_id
@@ -68,8 +68,16 @@ async def export(
     ref: Ref,
     engine: EngineDep,
     memory: Annotated[Literal["auto", "none"], Query(description="none: export only the disk.")] = "auto",
+    resume_token: Annotated[
+        str,
+        Query(
+            alias="resumeToken",
+            max_length=4096,
+            description="Export only the rest, to continue the interrupted import that has this token.",
+        ),
+    ] = "",
 ) -> Response:
-    export = await engine.transfers.export(ref, memory=memory == "auto")
+    export = await engine.transfers.export(ref, memory=memory == "auto", resume_token=resume_token)
     return ExportResponse(export, engine.config.server.stalled_seconds)
 
 
@@ -97,6 +105,21 @@ async def import_(
         read_file(request), name=name or None, trust=trust or (), head_only=is_in_plan
     )
     return view.describe_snapshot(snapshot)
+
+
+@router.get("/interrupted-imports", summary="List the interrupted imports that can be continued. Needs the scope admin")
+async def list_interrupted_imports(engine: EngineDep) -> list[shapes.InterruptedImportShape]:
+    """List interrupted imports.
+
+    To continue one, export its snapshot again from the gateway that signed the file, with `resumeToken`, and import
+    the result with `POST /snapshots/import`.
+    """
+    return [shapes.describe_interrupted_import(each) for each in engine.transfers.interrupted_imports.list()]
+
+
+@router.delete("/interrupted-imports/{id}", status_code=204, summary="Remove what an interrupted import has received")
+async def discard_interrupted_import(id: Annotated[str, Path(max_length=MAX_REF_LENGTH)], engine: EngineDep) -> None:
+    await engine.transfers.interrupted_imports.discard(id)
 
 
 @router.get("/signer", summary="Show the key with which this gateway signs exported snapshots", tags=["gateway"])

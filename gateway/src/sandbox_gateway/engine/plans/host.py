@@ -24,6 +24,7 @@ from sandbox_gateway.hosts.base import (
     Scan,
     SnapshotPart,
     SnapshotSource,
+    StreamEncoding,
     Usage,
     VolumeState,
 )
@@ -207,13 +208,18 @@ class PlannedHost:
     def memory_problem(self, snapshot: Snapshot) -> str:
         return self._real_host.memory_problem(snapshot) if self._has_snapshot(snapshot) else ""
 
-    async def open_snapshot(self, snapshot: Snapshot, *, memory: bool) -> SnapshotSource:
+    async def open_snapshot(self, snapshot: Snapshot, *, memory: bool, resume_token: str = "") -> SnapshotSource:
         raise Unsupported("a plan session cannot export snapshots: export them outside the session")
 
     def find_import_problem(self, host_kind: str, architecture: str, platform: Mapping[str, str]) -> str:
         return self._real_host.find_import_problem(host_kind, architecture, platform)
 
-    async def begin_import(self, snapshot: Snapshot, sizes: Mapping[SnapshotPart, int], *, line: bool) -> ImportTarget:
+    def check_encoding(self, encoding: StreamEncoding) -> None:
+        self._real_host.check_encoding(encoding)
+
+    async def begin_import(
+        self, snapshot: Snapshot, sizes: Mapping[SnapshotPart, int], *, line: bool, authentic: bool = False
+    ) -> ImportTarget:
         self._charge(_measure(snapshot))
         self._room.add_snapshot(snapshot.id, memory=snapshot.memory is not MemoryMode.NONE)
         return _PlannedTarget()

@@ -4,14 +4,19 @@ A file is the magic bytes and the version, then records. A record is its type (o
 (four bytes, big-endian), and the contents:
 
 * ``H``, the head: the signer's public key (32 bytes), a signature of the manifest (64), the manifest (JSON).
-* ``C``, a chunk: the index of its part (1), its offset in the part (8), its length (4), its SHA-256 (32), and its data,
-  one zstd frame. Chunks are in ascending order, and at most ``CHUNK_BYTES`` long. They begin at multiples of
-  ``BLOCK_BYTES``, and end there or at the end of their part: a file system stores whole blocks, so smaller chunks would
-  use more disk space than the manifest says.
+* ``C``, a chunk: the index of its part (1), its offset in the part (8), its length (4), its SHA-256 (32), in version 2
+  a signature (64), and its data, one zstd frame. Chunks are in ascending order, and at most ``CHUNK_BYTES`` long. They
+  begin at multiples of ``BLOCK_BYTES``, and end there or at the end of their part: a file system stores whole blocks,
+  so smaller chunks would use more disk space than the manifest says.
 * ``E``, the end: the SHA-256 of everything before this record (32), and its signature (64).
 
-``Encoder`` creates the bytes of a file, and ``Decoder`` checks them. Both keep at most one chunk in memory. Nothing
-that a ``Decoder`` returns is authentic before ``Decoder.close`` has returned, except for the manifest.
+``Encoder`` creates the bytes of a file, and ``Decoder`` checks them. Both keep at most one chunk in memory. The
+manifest is authentic, and so are the chunks of version 2, whose signatures cover the manifest, the place of the chunk,
+and the end of the previous chunk. Nothing else that a ``Decoder`` returns is authentic before ``Decoder.close`` has
+returned.
+
+Files with a compressed or raw stream have version 2, so that older releases, which cannot check such streams, refuse
+them.
 """
 
 from __future__ import annotations
@@ -37,24 +42,27 @@ from sandbox_gateway.engine.transfer.signing import (
     has_valid_signature,
 )
 from sandbox_gateway.errors import GatewayError, Invalid, Unsupported
+from sandbox_gateway.hosts.base import StreamEncoding
 
 MAGIC = b"\x89GROVE-SNAPSHOT\r\n\x1a\n"
 """Like PNG's, so that a transfer that changes line endings or stops at the first NUL is detected immediately."""
-VERSION = 1
+VERSION = 2
+_PLAIN_VERSION = 1
 CHUNK_BYTES = 1 << 20
 BLOCK_BYTES = 4096
 _VERSION_STRUCT = struct.Struct(">H")
 _RECORD_STRUCT = struct.Struct(">cI")
 _CHUNK_STRUCT = struct.Struct(">BQI32s")
+_PLACE_STRUCT = struct.Struct(">BQ")
 _HEAD_BYTES = PUBLIC_KEY_BYTES + SIGNATURE_BYTES
 _END_BYTES = 32 + SIGNATURE_BYTES
 _MAX_COMPRESSED_BYTES = CHUNK_BYTES + (CHUNK_BYTES >> 7) + 1024
 _MAX_RECORD_BYTES = {
     b"H": _HEAD_BYTES + MAX_MANIFEST_BYTES,
-    b"C": _CHUNK_STRUCT.size + _MAX_COMPRESSED_BYTES,
+    b"C": _CHUNK_STRUCT.size + SIGNATURE_BYTES + _MAX_COMPRESSED_BYTES,
     b"E": _END_BYTES,
 }
-_HEAD_PURPOSE, _END_PURPOSE = b"snapshot file head", b"snapshot file end"
+_HEAD_PURPOSE, _CHUNK_PURPOSE, _END_PURPOSE = b"snapshot file head", b"snapshot file chunk", b"snapshot file end"
 
 
 @dataclass(frozen=True)
@@ -70,15 +78,27 @@ class Encoder:
     def __init__(self, signer: Signer) -> None:
         self._signer = signer
         self._digest = hashlib.sha256()
+        self._head_digest = b""
+        self._has_signed_chunks = False
+        self._last_chunk = (0, 0)
 
     def encode_head(self, manifest: Manifest | VolumeManifest) -> bytes:
-        text = manifest.model_dump_json().encode()
-        signature = self._signer.sign(_HEAD_PURPOSE, text)
-        prefix = MAGIC + _VERSION_STRUCT.pack(VERSION)
-        return self._add(prefix + _frame(b"H", self._signer.public_key + signature + text))
+        # Without the fields that older releases do not know, unless they matter.
+        text = manifest.model_dump_json(exclude_defaults=True).encode()
+        contents = self._signer.public_key + self._signer.sign(_HEAD_PURPOSE, text) + text
+        self._head_digest = hashlib.sha256(contents).digest()
+        self._has_signed_chunks = manifest.encoding is not StreamEncoding.PLAIN
+        prefix = MAGIC + _VERSION_STRUCT.pack(VERSION if self._has_signed_chunks else _PLAIN_VERSION)
+        return self._add(prefix + _frame(b"H", contents))
 
     def encode_chunk(self, contents: bytes) -> bytes:
         """Return the record of a chunk. ``contents``: the result of ``compress_chunk``."""
+        if self._has_signed_chunks:
+            head, data = contents[: _CHUNK_STRUCT.size], contents[_CHUNK_STRUCT.size :]
+            message = _build_chunk_message(self._head_digest, self._last_chunk, head)
+            contents = head + self._signer.sign(_CHUNK_PURPOSE, message) + data
+            index, offset, length, _ = _CHUNK_STRUCT.unpack(head)
+            self._last_chunk = (index, offset + length)
         return self._add(_frame(b"C", contents))
 
     def encode_end(self) -> bytes:
@@ -95,6 +115,11 @@ def compress_chunk(part: int, offset: int, data: bytes) -> bytes:
     # Only one thread at a time can use a compressor.
     compressor = zstandard.ZstdCompressor(level=3, write_content_size=True)
     return _CHUNK_STRUCT.pack(part, offset, len(data), hashlib.sha256(data).digest()) + compressor.compress(data)
+
+
+def _build_chunk_message(head_digest: bytes, last_chunk: tuple[int, int], head: bytes) -> bytes:
+    """Return what the signature of a chunk covers. ``last_chunk``: the part and the end of the previous chunk."""
+    return head_digest + _PLACE_STRUCT.pack(*last_chunk) + head
 
 
 def _frame(kind: bytes, contents: bytes) -> bytes:
@@ -114,6 +139,9 @@ class Decoder:
         self._position = 0
         """The offset in the file at which the buffer begins."""
         self._has_prefix = False
+        self._head_digest = b""
+        self.has_signed_chunks = False
+        """Whether each chunk is authentic when ``read_chunks`` yields it."""
         self._is_complete = False
         self._last_chunk = (0, 0)
         """The index of the last chunk's part, and the offset of its end."""
@@ -182,6 +210,7 @@ class Decoder:
         if version < 1:
             raise self._create_damage_error("its format version is 0")
         self._has_prefix = True
+        self.has_signed_chunks = version > _PLAIN_VERSION
         self._consume(len(MAGIC) + _VERSION_STRUCT.size)
         return True
 
@@ -212,13 +241,20 @@ class Decoder:
         if len(contents) < _HEAD_BYTES or not has_valid_signature(public_key, signature, _HEAD_PURPOSE, text):
             raise self._create_damage_error("the signature of its manifest does not match")
         self.public_key = public_key
+        self._head_digest = hashlib.sha256(contents).digest()
         self._manifest = parse_manifest(text)
 
     def _read_chunk(self, contents: bytes) -> Chunk:
         assert self._manifest is not None
-        if len(contents) < _CHUNK_STRUCT.size:
+        head_size = _CHUNK_STRUCT.size + (SIGNATURE_BYTES if self.has_signed_chunks else 0)
+        if len(contents) < head_size:
             raise self._create_damage_error("a chunk is too short")
         index, offset, length, digest = _CHUNK_STRUCT.unpack_from(contents)
+        if self.has_signed_chunks:
+            message = _build_chunk_message(self._head_digest, self._last_chunk, contents[: _CHUNK_STRUCT.size])
+            signature = contents[_CHUNK_STRUCT.size : head_size]
+            if not has_valid_signature(self.public_key, signature, _CHUNK_PURPOSE, message):
+                raise self._create_damage_error("the signature of a chunk does not match")
         if index >= len(self._manifest.parts):
             raise self._create_damage_error("a chunk does not belong to any part")
         part = self._manifest.parts[index]
@@ -232,7 +268,7 @@ class Decoder:
         self._part_data_bytes += length
         if self._part_data_bytes > part.data_bytes:
             raise self._create_damage_error(f"{part.name} has more data than the manifest says")
-        data = self._decompress(contents[_CHUNK_STRUCT.size :], length)
+        data = self._decompress(contents[head_size:], length)
         if hashlib.sha256(data).digest() != digest:
             raise self._create_damage_error(f"the digest of a chunk of {part.name} does not match")
         self._last_chunk = (index, end)

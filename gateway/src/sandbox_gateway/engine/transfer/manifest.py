@@ -6,13 +6,13 @@ path or an argument: a host uses its own file names, and compares the platform w
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, Literal, Self
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, TypeAdapter, ValidationError, model_validator
 
 from sandbox_gateway.control_characters import remove_control_characters
 from sandbox_gateway.errors import Invalid
-from sandbox_gateway.hosts.base import MACHINE_PARTS, MEMORY_PARTS, SnapshotPart
+from sandbox_gateway.hosts.base import MACHINE_PARTS, MEMORY_PARTS, SnapshotPart, StreamEncoding
 from sandbox_gateway.records import Id, Name
 from sandbox_gateway.validation import explain
 
@@ -86,6 +86,14 @@ class _AnyManifest(_StrictModel):
     release: _Word
     """The release of the gateway that exported it."""
     host_kind: Literal["kvm_xfs", "jail_zfs"]
+    encoding: StreamEncoding = StreamEncoding.PLAIN
+    """How the blocks in the stream of a jail host are stored."""
+
+    @model_validator(mode="after")
+    def _check_encoding(self) -> Self:
+        if self.encoding is not StreamEncoding.PLAIN and self.host_kind != "jail_zfs":
+            raise ValueError("only the stream of a jail host can be compressed or raw")
+        return self
 
 
 class VolumeManifest(_AnyManifest):
@@ -121,6 +129,8 @@ class Manifest(_AnyManifest):
     """None: the snapshot has no memory."""
     line: bool = Field(strict=True)
     """Whether the agent in the captured memory listens on its serial line."""
+    continues: bool = Field(False, strict=True)
+    """Whether the stream begins where an interrupted import of the same snapshot ended."""
     parts: list[Part] = Field(max_length=len(SnapshotPart))
 
     @model_validator(mode="after")
@@ -128,6 +138,8 @@ class Manifest(_AnyManifest):
         names = [part.name for part in self.parts]
         if names != [name for name in SnapshotPart if name in names]:
             raise ValueError("the parts are not in the required order, or one occurs twice")
+        if self.continues and self.encoding is StreamEncoding.PLAIN:
+            raise ValueError("only a compressed or raw stream can continue an import")
         if self.host_kind == "jail_zfs":
             if self.platform or self.line:
                 raise ValueError("a snapshot of a jail cannot contain memory")

@@ -24,7 +24,8 @@ from sandbox_gateway.engine.durations import measured, set_memory_mode
 from sandbox_gateway.engine.names import require_valid_name
 from sandbox_gateway.engine.room import PendingImport, RoomMonitor
 from sandbox_gateway.engine.secret import load_secret
-from sandbox_gateway.errors import Busy, Invalid, Unsupported, Untrusted
+from sandbox_gateway.engine.transfer.interrupted import InterruptedImports
+from sandbox_gateway.errors import Busy, Invalid, NoSpace, Unsupported, Untrusted
 from sandbox_gateway.hosts.base import MEMORY_PARTS, ImportTarget, PartSource, SnapshotPart, SnapshotSource
 from sandbox_gateway.log import Logger
 from sandbox_gateway.records import (
@@ -63,6 +64,7 @@ class Transfers:
         self._collector = collector
         self._room = room
         self._active_count = 0
+        self.interrupted_imports = InterruptedImports(context)
 
     def get_signer(self) -> Signer:
         """Return the key with which this gateway signs files. Raises Unsupported."""
@@ -80,10 +82,11 @@ class Transfers:
         path = self._context.config.host.state_root / "signing-key"
         return load_secret(path, "trust its new key wherever its files are imported")
 
-    async def export(self, ref: str, *, memory: bool = True) -> Export:
+    async def export(self, ref: str, *, memory: bool = True, resume_token: str = "") -> Export:
         """Open a snapshot or template for an export. ``memory``: include its memory, if it has any.
 
-        The caller calls ``Export.read_pieces``, and must call ``Export.close``.
+        ``resume_token``: export only what the ``InterruptedImport`` with this token lacks. The caller calls
+        ``Export.read_pieces``, and must call ``Export.close``.
         """
         snapshot = self._index.get_snapshot(ref)
         self._require_ability()
@@ -94,7 +97,9 @@ class Transfers:
                 "sandbox without volumes, and export that. To export a volume, take a snapshot of the volume"
             )
         return await self._open_export(
-            snapshot, lambda: self._host.open_snapshot(snapshot, memory=memory), partial(_create_manifest, snapshot)
+            snapshot,
+            lambda: self._host.open_snapshot(snapshot, memory=memory, resume_token=resume_token),
+            partial(_create_manifest, snapshot, continues=bool(resume_token)),
         )
 
     async def export_volume(self, ref: str, snapshot_ref: str) -> Export:
@@ -135,6 +140,8 @@ class Transfers:
         ``name`` replaces its names. ``trust``: the fingerprints of other signers to accept. If the
         memory cannot be restored on this host, only the disk is imported, and ``Snapshot.imported`` says so.
         ``head_only``: for a plan session. The file may end after its head, and its contents are not read.
+
+        If the client sends only a part of the file, the import may be continued later: see ``interrupted_imports``.
         """
         new_names = [require_valid_name(name)] if name else None
         async with self._opened(pieces, trust) as file:
@@ -144,6 +151,7 @@ class Transfers:
                     "the snapshot file contains a snapshot of a volume, not of a sandbox: import it with "
                     "`sandboxctl volume import`"
                 )
+            self._host.check_encoding(manifest.encoding)
             snapshot = self._create_record(manifest, file.signer)
             snapshot.names = new_names or [*manifest.names]
             has_memory = snapshot.memory is not MemoryMode.NONE
@@ -159,14 +167,21 @@ class Transfers:
 
             async with self._room.reserved_for_import(disk_bytes, memory_bytes) as pending_import:
                 with self._index.reserved(snapshot.names):
-                    target = await self._host.begin_import(snapshot, sizes, line=manifest.line)
+                    target = await self.interrupted_imports.begin(
+                        snapshot, manifest, sizes, file.signer, authentic=file.decoder.has_signed_chunks
+                    )
                     try:
                         if not head_only:
                             await _write_chunks(file, target, sizes, pending_import)
                         await finish_despite_cancellation(commit(target))
-                    except BaseException:
+                    except BaseException as error:
                         if snapshot.id not in self._index.snapshots:
-                            await target.discard()
+                            # A rest that does not fit, or is damaged, is no reason to lose what has arrived before.
+                            may_continue = (file.is_waiting or manifest.continues) and not isinstance(error, NoSpace)
+                            ending = self.interrupted_imports.keep_or_discard(
+                                snapshot, manifest, target, file.signer, may_continue=may_continue
+                            )
+                            await finish_despite_cancellation(ending)
                         raise
         if not head_only:
             log.info("imported", snapshot=snapshot.id, signer=file.signer, release=manifest.release)
@@ -194,6 +209,7 @@ class Transfers:
                     "`sandboxctl snapshot import`"
                 )
             self._host.check_volume_origin(manifest.host_kind)
+            self._host.check_encoding(manifest.encoding)
             volume = Volume(
                 name=name or manifest.name,
                 size_mb=manifest.size_mb,
@@ -291,14 +307,18 @@ class Transfers:
             self._active_count -= 1
 
 
-@dataclass(frozen=True)
+@dataclass
 class _OpenFile:
-    """A file that is being imported. ``batches``: the rest of it. ``signer``: a fingerprint, which is trusted."""
+    """A file that is being imported. ``batches``: the rest of it. ``signer``: a fingerprint, which is trusted.
+
+    ``is_waiting``: whether the client has to send more of the file.
+    """
 
     decoder: Decoder
     batches: AsyncIterator[bytes]
     manifest: Manifest | VolumeManifest
     signer: str
+    is_waiting: bool = False
 
 
 class Export:
@@ -380,7 +400,7 @@ class Export:
             self.on_close.close()
 
 
-def _create_manifest(snapshot: Snapshot, source: SnapshotSource, parts: list[Part]) -> Manifest:
+def _create_manifest(snapshot: Snapshot, source: SnapshotSource, parts: list[Part], *, continues: bool) -> Manifest:
     from sandbox_gateway.engine.transfer.manifest import MachinePlatform, Manifest, Sizes
 
     sizes = snapshot.resources
@@ -395,6 +415,8 @@ def _create_manifest(snapshot: Snapshot, source: SnapshotSource, parts: list[Par
         sizes=Sizes(cpus=sizes.cpus, memory_mb=sizes.memory_mb, disk_mb=sizes.disk_mb),
         platform=MachinePlatform(**source.platform) if source.platform else None,
         line=source.line,
+        encoding=source.encoding,
+        continues=continues,
         parts=parts,
     )
 
@@ -414,6 +436,7 @@ def _create_volume_manifest(
         size_mb=max(snapshot.size_mb, image_mb),
         release=__version__,
         host_kind=_get_host_kind(source),
+        encoding=source.encoding,
         parts=parts,
     )
 
@@ -482,6 +505,10 @@ async def _write_chunks(
                     pending_import.count_written_bytes(len(chunk.data), memory=chunk.part.name in MEMORY_PARTS)
 
     await finish_despite_cancellation(asyncio.to_thread(write, b""))
+    file.is_waiting = True
     async for batch in file.batches:
+        file.is_waiting = False
         await finish_despite_cancellation(asyncio.to_thread(write, batch))
+        file.is_waiting = True
     file.decoder.close()
+    file.is_waiting = False

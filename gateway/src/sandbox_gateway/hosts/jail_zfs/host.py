@@ -30,6 +30,7 @@ from sandbox_gateway.hosts.base import (
     SnapshotPart,
     SnapshotSource,
     StorageCommands,
+    StreamEncoding,
     Usage,
     VolumeState,
 )
@@ -291,7 +292,7 @@ class JailZfsHost:
     def memory_problem(self, snapshot: Snapshot) -> str:
         return ""
 
-    async def open_snapshot(self, snapshot: Snapshot, *, memory: bool) -> SnapshotSource:
+    async def open_snapshot(self, snapshot: Snapshot, *, memory: bool, resume_token: str = "") -> SnapshotSource:
         return await finish_despite_cancellation(
             run_in_thread(
                 transfer.open_source,
@@ -299,6 +300,7 @@ class JailZfsHost:
                 snapshot.id,
                 self._config.host.state_root,
                 self._reserve_bytes,
+                resume_token,
             )
         )
 
@@ -306,7 +308,20 @@ class JailZfsHost:
         require_compatible_origin(host_kind, architecture, kind=self.kind)
         return ""
 
-    async def begin_import(self, snapshot: Snapshot, sizes: Mapping[SnapshotPart, int], *, line: bool) -> ImportTarget:
+    def check_encoding(self, encoding: StreamEncoding) -> None:
+        if encoding is not StreamEncoding.PLAIN and not zfs_core.detect_capabilities().receive_options:
+            raise Unsupported(
+                f"the stream in the snapshot file is {encoding}, but this host has zfs-fuse, which can receive only "
+                "plain streams: import the file on a host with OpenZFS"
+            )
+
+    async def begin_import(
+        self, snapshot: Snapshot, sizes: Mapping[SnapshotPart, int], *, line: bool, authentic: bool = False
+    ) -> ImportTarget:
+        if authentic and zfs_core.detect_capabilities().receive_options:
+            return transfer.ReceivingTarget(
+                self._storage.streams, snapshot, sizes[SnapshotPart.STREAM], on_commit=self._disks.add_snapshot
+            )
         target = transfer.StreamTarget(
             self._config.host.state_root,
             receive=partial(self._storage.streams.receive, snapshot),

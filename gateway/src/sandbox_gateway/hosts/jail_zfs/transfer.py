@@ -1,27 +1,39 @@
 """Export snapshots of jails and volumes as ZFS streams, and import them.
 
-The header of a file states the size of each part, and a file can be authenticated only after its end has been read.
-Therefore, exports and imports store the whole stream in an unnamed temporary file, which a crash cannot leave behind.
+The header of a file states the size of each part, so an export stores the whole stream in an unnamed temporary file,
+which a crash cannot leave behind. ZFS must not receive data of an unknown signer. Therefore, an import does the same
+(``StreamTarget``), unless each piece of the file is authentic when it arrives (``ReceivingTarget``).
 """
 
 from __future__ import annotations
 
+import contextlib
 import os
+import select
 import shutil
 import tempfile
+import threading
 from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import Future
 from pathlib import Path
 from typing import BinaryIO, Protocol
 
-from sandbox_gateway.errors import BackendFailed, NoSpace
-from sandbox_gateway.hosts.base import SnapshotPart
+from zfs_core.stream_format import RECORD_BYTES, parse_begin_record
+
+from sandbox_gateway.errors import BackendFailed, GatewayError, NoSpace, Timeout
+from sandbox_gateway.hosts.base import SnapshotPart, StreamEncoding
+from sandbox_gateway.hosts.jail_zfs.storage.snapshot_streams import check_stream
 from sandbox_gateway.hosts.os_errors import translated_os_errors
 from sandbox_gateway.hosts.positional_writes import write_all
 from sandbox_gateway.hosts.threads import run_in_thread
 from sandbox_gateway.log import Logger
+from sandbox_gateway.records import Snapshot
 from sandbox_gateway.tasks import clean_up, finish_despite_cancellation
 
 log = Logger("jail_zfs")
+
+_ZEROS_BYTES = 1 << 20
+_PIPE_SECONDS = 60
 
 
 class Streams(Protocol):
@@ -30,8 +42,11 @@ class Streams(Protocol):
     def measure(self, snapshot_id: str) -> int:
         """Return the number of bytes that the snapshot's files use in the pool."""
 
-    def send(self, snapshot_id: str, file: int) -> None:
-        """Write a stream that contains the whole snapshot, without properties, to the descriptor ``file``."""
+    def send(self, snapshot_id: str, file: int, resume_token: str = "") -> StreamEncoding:
+        """Write a stream that contains the whole snapshot, without properties, to the descriptor ``file``.
+
+        ``resume_token``: write only the rest, after what another host has received.
+        """
 
 
 class StreamSource:
@@ -39,8 +54,9 @@ class StreamSource:
 
     line = False
 
-    def __init__(self, file: BinaryIO) -> None:
+    def __init__(self, file: BinaryIO, encoding: StreamEncoding) -> None:
         self._file = file
+        self.encoding = encoding
         self.architecture = os.uname().machine
         self.platform: Mapping[str, str] = {}
         self.sizes = {SnapshotPart.STREAM: os.fstat(file.fileno()).st_size}
@@ -58,16 +74,18 @@ class StreamSource:
         self._file.close()
 
 
-def open_source(streams: Streams, snapshot_id: str, directory: Path, reserve_bytes: int) -> StreamSource:
+def open_source(
+    streams: Streams, snapshot_id: str, directory: Path, reserve_bytes: int, resume_token: str = ""
+) -> StreamSource:
     """Send a snapshot to a temporary file in ``directory``, on whose disk ``reserve_bytes`` stay free. Blocks.
 
-    Raises GatewayError.
+    ``resume_token``: see ``Streams.send``. Raises GatewayError.
     """
-    # If the dataset is compressed, the stream can be larger. Sending it then fails.
+    # If the dataset is compressed, and zfs-fuse sends it, the stream can be larger. Sending it then fails.
     file = _create_file(directory, streams.measure(snapshot_id) + reserve_bytes, "export the snapshot")
     try:
-        streams.send(snapshot_id, file.fileno())
-        return StreamSource(file)
+        encoding = streams.send(snapshot_id, file.fileno(), resume_token)
+        return StreamSource(file, encoding)
     except BaseException:
         file.close()
         raise
@@ -118,6 +136,142 @@ class StreamTarget:
         if self._file is not None:
             self._file.close()
         await clean_up(log, run_in_thread(self._discard))
+
+
+class Receiver(Protocol):
+    """Receives the streams of snapshots. Methods block, are thread-safe, and raise GatewayError."""
+
+    def receive_part(self, record: Snapshot, file: int, size: int) -> None:
+        """Receive a stream of ``size`` bytes, or its rest, from a pipe. If the pipe ends early, keeps what arrived."""
+
+    def complete(self, record: Snapshot) -> None:
+        """Commit the record of a snapshot that has been received, and give its dataset the final name."""
+
+    def get_resume_token(self, record: Snapshot) -> str:
+        """Return the token of a snapshot that was received in part, or "" if nothing of it was kept."""
+
+    def discard(self, record: Snapshot) -> None:
+        """Remove a snapshot, whether it was received completely or in part."""
+
+
+class ReceivingTarget:
+    """A snapshot that ZFS receives while it arrives: an implementation of hosts.base.ResumableTarget.
+
+    Each piece that is written must be authentic. Methods may be called in different threads, but not concurrently.
+    """
+
+    def __init__(
+        self, receiver: Receiver, snapshot: Snapshot, size: int, *, on_commit: Callable[[Snapshot], None]
+    ) -> None:
+        self._receiver = receiver
+        self._on_commit = on_commit
+        self._start(snapshot, size, is_resuming=False)
+
+    def _start(self, snapshot: Snapshot, size: int, *, is_resuming: bool) -> None:
+        self._snapshot, self._size, self._is_resuming = snapshot, size, is_resuming
+        self._position = 0
+        self._begin_record = b""
+        self._pipe: _Pipe | None = None
+
+    def resume(self, snapshot: Snapshot, sizes: Mapping[SnapshotPart, int]) -> None:
+        self._start(snapshot, sizes[SnapshotPart.STREAM], is_resuming=True)
+
+    def write(self, part: SnapshotPart, offset: int, data: bytes) -> None:
+        self._write_zeros(offset)
+        self._write_next(data)
+
+    def _write_zeros(self, end: int) -> None:
+        """Write the bytes up to ``end`` that the file omits because they are zero."""
+        while self._position < end:
+            self._write_next(bytes(min(end - self._position, _ZEROS_BYTES)))
+
+    def _write_next(self, data: bytes) -> None:
+        self._position += len(data)
+        if self._pipe is None:
+            self._begin_record += data
+            if len(self._begin_record) < RECORD_BYTES:
+                return
+            data = self._begin_record
+            check_stream(parse_begin_record(data), is_resuming=self._is_resuming)
+            self._pipe = _Pipe(lambda fd: self._receiver.receive_part(self._snapshot, fd, self._size))
+        self._pipe.write(data)
+
+    async def commit(self) -> None:
+        await finish_despite_cancellation(run_in_thread(self._finish))
+        self._on_commit(self._snapshot)
+
+    def _finish(self) -> None:
+        self._write_zeros(self._size)
+        if self._pipe is None:
+            check_stream(None, is_resuming=self._is_resuming)
+        else:
+            self._pipe.close()
+        self._receiver.complete(self._snapshot)
+
+    async def suspend(self) -> str:
+        return await finish_despite_cancellation(run_in_thread(self._suspend))
+
+    def _suspend(self) -> str:
+        self._close_pipe()
+        with contextlib.suppress(GatewayError):
+            return self._receiver.get_resume_token(self._snapshot)
+        return ""
+
+    async def discard(self) -> None:
+        await clean_up(log, run_in_thread(self._discard))
+
+    def _discard(self) -> None:
+        self._close_pipe()
+        self._receiver.discard(self._snapshot)
+
+    def _close_pipe(self) -> None:
+        if self._pipe is not None:
+            with contextlib.suppress(GatewayError):
+                self._pipe.close()
+
+
+class _Pipe:
+    """A pipe whose contents ``work``, which gets its descriptor, reads in another thread."""
+
+    def __init__(self, work: Callable[[int], None]) -> None:
+        read_fd, self._write_fd = os.pipe()
+        os.set_blocking(self._write_fd, False)
+        self._result: Future[None] = Future()
+        threading.Thread(target=self._run, args=(work, read_fd), name="zfs receive", daemon=True).start()
+
+    def _run(self, work: Callable[[int], None], read_fd: int) -> None:
+        try:
+            work(read_fd)
+        except BaseException as error:
+            self._result.set_exception(error)
+        else:
+            self._result.set_result(None)
+        finally:
+            os.close(read_fd)
+
+    def write(self, data: bytes) -> None:
+        """Write everything. Raises the error of ``work`` if it has ended, or Timeout if it does not read."""
+        view = memoryview(data)
+        poll = select.poll()
+        poll.register(self._write_fd, select.POLLOUT)
+        try:
+            while view:
+                if not poll.poll(_PIPE_SECONDS * 1000):
+                    raise Timeout(
+                        f"`zfs receive` has not read anything for {_PIPE_SECONDS} s: run `zpool status` to find out "
+                        "whether the pool responds"
+                    )
+                view = view[os.write(self._write_fd, view) :]
+        except BrokenPipeError:
+            self._result.result()
+            raise BackendFailed("`zfs receive` ended before the end of the stream: import the snapshot again") from None
+
+    def close(self) -> None:
+        """End the contents, and wait for ``work``. Raises its error. May be called again."""
+        if self._write_fd >= 0:
+            os.close(self._write_fd)
+            self._write_fd = -1
+        self._result.result()
 
 
 def _create_file(directory: Path, size: int, action: str) -> BinaryIO:

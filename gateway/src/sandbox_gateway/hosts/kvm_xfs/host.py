@@ -15,7 +15,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 from sandbox_gateway.config import Config
-from sandbox_gateway.errors import Conflict
+from sandbox_gateway.errors import Conflict, Unsupported
 from sandbox_gateway.hosts.base import (
     Abilities,
     Endpoint,
@@ -28,6 +28,7 @@ from sandbox_gateway.hosts.base import (
     Scan,
     SnapshotPart,
     SnapshotSource,
+    StreamEncoding,
     Usage,
     VolumeState,
 )
@@ -271,7 +272,11 @@ class KvmXfsHost:
     def memory_problem(self, snapshot: Snapshot) -> str:
         return self._memory_roots.memory_problem(snapshot)
 
-    async def open_snapshot(self, snapshot: Snapshot, *, memory: bool) -> SnapshotSource:
+    async def open_snapshot(self, snapshot: Snapshot, *, memory: bool, resume_token: str = "") -> SnapshotSource:
+        if resume_token:
+            raise Unsupported(
+                "this host cannot export the rest of a snapshot: export the snapshot without a resume token"
+            )
         if memory:
             await asyncio.to_thread(self._memory_roots.require_memory, snapshot)
         with translated_os_errors():
@@ -283,7 +288,12 @@ class KvmXfsHost:
         require_compatible_origin(host_kind, architecture, kind=self.kind)
         return transfer.find_platform_problem(asdict(self.platform), platform)
 
-    async def begin_import(self, snapshot: Snapshot, sizes: Mapping[SnapshotPart, int], *, line: bool) -> ImportTarget:
+    def check_encoding(self, encoding: StreamEncoding) -> None:
+        pass
+
+    async def begin_import(
+        self, snapshot: Snapshot, sizes: Mapping[SnapshotPart, int], *, line: bool, authentic: bool = False
+    ) -> ImportTarget:
         if snapshot.memory is not MemoryMode.NONE and (
             memory_directory := await asyncio.to_thread(self._memory_roots.find_capture_directory)
         ):

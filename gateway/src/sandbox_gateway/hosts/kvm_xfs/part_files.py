@@ -8,13 +8,15 @@ from contextlib import ExitStack
 from pathlib import Path
 
 from sandbox_gateway.errors import BackendFailed, Conflict
-from sandbox_gateway.hosts.base import SnapshotPart
+from sandbox_gateway.hosts.base import SnapshotPart, StreamEncoding
 from sandbox_gateway.hosts.kvm_xfs.image.reflink import list_data_ranges
 from sandbox_gateway.hosts.os_errors import translated_os_errors
 
 
 class PartFiles:
     """Open files with the parts of a snapshot: an implementation of hosts.base.PartSource."""
+
+    encoding = StreamEncoding.PLAIN
 
     def __init__(self, paths: Mapping[SnapshotPart, Path], snapshot_id: str) -> None:
         """Open the files. Raises Conflict if they have been removed, or OSError."""

@@ -5,8 +5,10 @@ from __future__ import annotations
 from contextlib import suppress
 
 import zfs_core
+from zfs_core.stream_format import peek_begin_record
 
 from sandbox_gateway.errors import Invalid
+from sandbox_gateway.hosts.base import StreamEncoding
 from sandbox_gateway.hosts.jail_zfs.storage.property_store import PropertyStore
 from sandbox_gateway.hosts.jail_zfs.storage.root import VOLUMES, RootDataset
 from sandbox_gateway.hosts.jail_zfs.storage.snapshot_names import SnapshotNames
@@ -39,9 +41,9 @@ class VolumeStreams:
         return measure(self._names, snapshot_id)
 
     @translate_errors
-    def send(self, snapshot_id: str, file: int) -> None:
+    def send(self, snapshot_id: str, file: int, resume_token: str = "") -> StreamEncoding:
         """Write a stream that contains the whole snapshot, without properties, to the descriptor ``file``."""
-        send(self._names, snapshot_id, file)
+        return send(self._names, snapshot_id, file, resume_token)
 
     @translate_errors
     def receive(self, record: Volume, file: int) -> None:
@@ -49,7 +51,7 @@ class VolumeStreams:
 
         The dataset gets its final name last. The next scan removes a dataset that was not renamed.
         """
-        check_stream(file)
+        check_stream(peek_begin_record(file))
         dataset = self._root.build_child_name(VOLUMES, record.id)
         partial_dataset = build_partial_name(self._root, record.id)
         record.host = {"dataset": dataset}

@@ -10,7 +10,16 @@ from typing import ParamSpec, TypeVar
 
 import zfs_core
 
-from sandbox_gateway.errors import BackendFailed, Busy, GatewayError, Invalid, NoSpace, OverQuota, Timeout
+from sandbox_gateway.errors import (
+    BackendFailed,
+    Busy,
+    GatewayError,
+    Invalid,
+    NoSpace,
+    OverQuota,
+    Timeout,
+    Unsupported,
+)
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -70,6 +79,15 @@ def to_gateway_error(error: zfs_core.exceptions.ZFSError) -> GatewayError:
             | zfs_core.exceptions.PropertyInvalid()
         ):
             return Invalid(f"ZFS rejected{name_suffix or ' the request'}: {error.details or error.message}")
+        case zfs_core.exceptions.StreamFeatureNotSupported():
+            return Unsupported(
+                f"this host's ZFS cannot receive the stream ({error.details}): upgrade ZFS or the pool, or import the "
+                "snapshot on another host"
+            )
+        case zfs_core.exceptions.BadStream() | zfs_core.exceptions.StreamMismatch():
+            return Invalid(
+                f"ZFS cannot receive the stream ({error.details or error.message}): export the snapshot again"
+            )
         case zfs_core.exceptions.ZFSGenericError(errno=errno.ETIMEDOUT):
             return Timeout(
                 f"{error.message}{name_suffix and f' on{name_suffix}'}: the change may or may not have been made. Run "
