@@ -365,7 +365,7 @@ class _Run:
             "gateway": self.client.gateway_id,
             "bindings": bindings,
             "exported": {
-                action.request["file"]: new_shapes[change.name]["id"]
+                action.request["file"]: self._find_exported_id(action, change, new_shapes)
                 for action in self.completed_actions
                 for change in action.changes
                 if action.verb == "export" and change.name in new_shapes
@@ -373,6 +373,13 @@ class _Run:
             "opened_at": {_make_run_key(self.client): self.client.run_opened_at},
         }
         return {**result, PLAN_KEY: usage}
+
+    def _find_exported_id(self, action: Action, change: Change, new_shapes: Mapping[str, Mapping[str, Any]]) -> str:
+        """Return the id of the snapshot that an action has exported."""
+        if change.kind != VOLUME:
+            return str(new_shapes[change.name]["id"])
+        snapshots = self.client.known_objects.get(f"/volumes/{quote_segment(change.name)}/snapshots") or ()
+        return next((str(each["snapshotID"]) for each in snapshots if each["name"] == action.request["snapshot"]), "")
 
     def _refuse_failing(
         self, actions: Iterable[Action], approved_actions: Iterable[Action], entry: Mapping[str, Any]
