@@ -186,7 +186,7 @@ def test_nightly_backups_are_written_once_pruned_and_restored(
         assert api.post("/volumes/data/snapshots", json={"name": "own"}).status_code == 201
     back_up("1", 3, "--check")
     assert not directory.exists() and list_volume_snapshots(gateway, "data") == ["own"]
-    assert "Backed up web, code, data" in back_up("1", 3)
+    assert "Backed up web, data, code" in back_up("1", 3)
     assert sorted(path.name for path in directory.iterdir()) == ["code@1.volume", "data@1.volume", "web@1.snapshot"]
     assert directory.stat().st_mode & 0o777 == 0o700
     assert {path.stat().st_mode & 0o777 for path in directory.iterdir()} == {0o600}

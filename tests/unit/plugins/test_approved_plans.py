@@ -1016,3 +1016,28 @@ def test_an_export_replaces_the_planned_snapshot_and_the_runs_own_exports(
         assert not run_task(client, *make_export("idle", file))["changed"]
         for name in ("new", "late"):
             assert run_task(client, "snapshot", {"name": [name], "state": "absent"})["changed"]
+
+
+def make_volume_export(snapshot: str, file: Path) -> Task:
+    return "volume", {"name": ["data"], "snapshots": [snapshot], "export_to": str(file)}
+
+
+def test_an_export_of_a_volume_replaces_only_the_planned_snapshot_and_those_of_the_run(
+    gateway: MemoryGateway, client: Client, tmp_path: Path
+) -> None:
+    file = tmp_path / "file"
+    assert run_task(client, *make_volume_export("one", file))["changed"]
+    tasks = [make_volume_export("two", file), make_volume_export("three", file)]
+    entries = make_plan(gateway, *tasks)
+    contents = file.read_bytes()
+    other_export = ("volume", {"name": ["cache"], "size_mb": 64, "snapshots": ["late"], "export_to": str(file)})
+    assert run_task(client, *other_export)["changed"]
+    late_id = client.get("/volumes/cache/snapshots")[0]["snapshotID"]
+    result = apply_task(client, tasks[0], *entries)
+    assert result["failure"]["kind"] == "not_planned" and f"{file} now contains snapshot {late_id}" in result["msg"]
+    file.write_bytes(contents)
+    state = make_initial_state()
+    for task in tasks:
+        result = apply_task(client, task, *entries, state=state)
+        assert result["changed"], result.get("msg")
+    assert not run_task(client, *tasks[1])["changed"]
