@@ -66,6 +66,7 @@ ARGUMENTS: dict[str, Any] = {
         },
     },
     "snapshots": {"type": "list", "elements": "str"},
+    "absent_snapshots": {"type": "list", "elements": "str"},
     "rollback_to": {"type": "str"},
     "export_to": {"type": "path"},
     "import_from": {"type": "path"},
@@ -96,6 +97,7 @@ class DesiredState:
     source: tuple[str, str] | None = None
     attachments: Mapping[str, tuple[str, bool]] | None = None
     snapshots: tuple[str, ...] | None = None
+    absent_snapshots: tuple[str, ...] = ()
     rollback_to: str = ""
     force: bool = False
     purge: bool = False
@@ -144,6 +146,7 @@ def parse_desired_state(params: Mapping[str, Any]) -> DesiredState:
         raise Failure(
             f"rollback_to {rollback_to!r} is not in snapshots, and purge would remove it: add it to snapshots"
         )
+    absent_snapshots = _parse_absent_snapshots(params)
     _check_file_options(params, names)
     return DesiredState(
         names=names,
@@ -152,6 +155,7 @@ def parse_desired_state(params: Mapping[str, Any]) -> DesiredState:
         source=_parse_source(params.get("from_snapshot")),
         attachments=attachments,
         snapshots=validate_names(snapshots, "snapshot") if snapshots else None if snapshots is None else (),
+        absent_snapshots=absent_snapshots,
         rollback_to=rollback_to,
         force=bool(params.get("force")),
         purge=bool(params.get("purge")),
@@ -159,6 +163,21 @@ def parse_desired_state(params: Mapping[str, Any]) -> DesiredState:
         import_from=params.get("import_from") or "",
         trust=tuple(params.get("trust") or ()),
     )
+
+
+def _parse_absent_snapshots(params: Mapping[str, Any]) -> tuple[str, ...]:
+    option = params.get("absent_snapshots")
+    if not option:
+        return ()
+    if params["state"] == "absent":
+        raise Failure("absent_snapshots is valid only with state: present: with state: absent, set purge: true")
+    needed_names = {*(params.get("snapshots") or ()), params.get("rollback_to")}
+    if conflicting_names := sorted(needed_names.intersection(option)):
+        raise Failure(
+            f"absent_snapshots contains {', '.join(conflicting_names)}, which the task also needs: remove it from "
+            "absent_snapshots, or from snapshots and rollback_to"
+        )
+    return validate_names(option, "snapshot")
 
 
 def _check_file_options(params: Mapping[str, Any], names: tuple[str, ...]) -> None:
@@ -458,9 +477,10 @@ class _VolumePlan:
             self._add_step("attach", {"sandbox": sandbox["id"], "body": body}, attachments=attachments)
 
     def plan_snapshot_removal(self) -> None:
-        if not self.want.purge or self.want.snapshots is None:
-            return
-        for snapshot in [each for each in self._current_view["snapshots"] if each not in self.want.snapshots]:
+        surplus_snapshots = [each for each in self._current_view["snapshots"] if each in self.want.absent_snapshots]
+        if self.want.purge and self.want.snapshots is not None:
+            surplus_snapshots = [each for each in self._current_view["snapshots"] if each not in self.want.snapshots]
+        for snapshot in surplus_snapshots:
             remaining_snapshots = [each for each in self._current_view["snapshots"] if each != snapshot]
             self._add_step("remove_snapshot", {"snapshot": snapshot}, snapshots=remaining_snapshots)
 

@@ -75,6 +75,12 @@ options:
         snapshots are kept, unless O(purge=true).
     type: list
     elements: str
+  absent_snapshots:
+    description:
+      - Names of snapshots of the volume that do not exist afterwards. Unlike O(purge), this option never removes a
+        snapshot that someone takes while the playbook runs.
+    type: list
+    elements: str
   rollback_to:
     description:
       - The snapshot to roll the volume back to, by name or id. The volume keeps its size. Later writes are lost. To

@@ -112,6 +112,9 @@ def test_check_mode_knows_that_an_earlier_task_may_write_the_file(
         ({"name": ["a"], "snapshots": ["x", "y"], "export_to": "/file"}, "there are 2 entries in snapshots"),
         ({"name": ["a"], "export_to": "/file"}, "there are 0 entries in snapshots"),
         ({"name": ["a"], "state": "absent", "import_from": "/file"}, "valid only with state: present"),
+        ({"name": ["a"], "snapshots": ["x"], "absent_snapshots": ["x", "y"]}, "absent_snapshots contains x, which"),
+        ({"name": ["a"], "rollback_to": "x", "absent_snapshots": ["x"]}, "absent_snapshots contains x, which"),
+        ({"name": ["a"], "state": "absent", "absent_snapshots": ["x"]}, "set purge: true"),
     ],
 )
 def test_options_that_do_not_fit_together_are_refused(

@@ -288,6 +288,8 @@ VOLUME_CASES = (
          {"name": "%data", "attachments": [{"sandbox": "%b", "path": "/srv/b", "read_only": True}]},
          (DATA_VOLUME, BOX_WITH_VOLUME, ("sandbox", {"name": "%b", "template": "base"}))),
     Case("sandbox_volume", "snapshots", {"name": "%data", "snapshots": ["monday", "tuesday"]}, (VOLUME_WITH_SNAPSHOT,)),
+    Case("sandbox_volume", "absent_snapshots", {"name": "%data", "absent_snapshots": ["monday", "missing"]},
+         (VOLUME_WITH_SNAPSHOT,)),
     Case("sandbox_volume", "snapshots, purge", {"name": "%data", "snapshots": [], "purge": True},
          (VOLUME_WITH_SNAPSHOT,)),
     Case("sandbox_volume", "snapshots, purge, on a jail host where another program has cloned the snapshot",

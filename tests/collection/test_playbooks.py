@@ -7,9 +7,11 @@ import re
 import secrets
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from sandbox_gateway.errors import InUse
 from tests.api.memory_gateway import MemoryGateway
 from tests.collection import agents
 from tests.collection.recipes import PlaybookRunner, check_refusal, check_success
@@ -236,10 +238,27 @@ def test_nightly_backups_continue_after_a_failure(
     (tmp_path / "backups" / "web@1.snapshot").write_text("not a backup")
     variables = {"backup_directory": str(tmp_path / "backups"), "backup_stamp": "1", "backup_volumes": "data missing"}
     run = playbook_runner.run_documented_play("nightly_backups", **variables)
-    check_refusal(run, "There is no backup of web, missing")
+    check_refusal(run, "There is no backup of web, missing, see the errors above.")
     names = sorted(path.name for path in (tmp_path / "backups").iterdir())
     assert names == ["data@1.volume", "db@1.snapshot", "web@1.snapshot"]
     assert (tmp_path / "backups" / "web@1.snapshot").read_text() == "not a backup"
+
+
+def test_nightly_backups_report_snapshots_that_cannot_be_removed(
+    playbook_runner: PlaybookRunner, gateway: MemoryGateway, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def refuse(*args: Any) -> None:
+        raise InUse("a clone depends on it")
+
+    create_volume(gateway, "data")
+    variables = {"backup_directory": str(tmp_path / "backups"), "backup_volumes": "data", "backup_keep": 1}
+    check_success(playbook_runner.run_documented_play("nightly_backups", backup_stamp="1", **variables), 2)
+    monkeypatch.setattr(gateway.engine.volumes, "delete_snapshot", refuse)
+    run = playbook_runner.run_documented_play("nightly_backups", backup_stamp="2", **variables)
+    check_refusal(
+        run, "Snapshots of earlier backups of these volumes could not be removed: data, see the errors above."
+    )
+    assert [path.name for path in (tmp_path / "backups").iterdir()] == ["data@2.volume"], "old files are removed"
 
 
 def test_backup_playbooks_report_invalid_variables(playbook_runner: PlaybookRunner) -> None:

@@ -851,6 +851,7 @@ VOLUME_SNAPSHOT = ("volume", {"name": ["data"], "snapshots": ["v1"]})
 USES_OF_VOLUME_SNAPSHOT = [
     ("volume", {"name": ["data"], "rollback_to": "v1"}),
     ("volume", {"name": ["data"], "snapshots": ["monday"], "purge": True}),
+    ("volume", {"name": ["data"], "absent_snapshots": ["v1"]}),
     ("volume", {"name": ["data"], "state": "absent", "purge": True}),
     ("volume", {"name": ["copy"], "from_snapshot": "data@v1"}),
 ]
