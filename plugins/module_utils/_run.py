@@ -32,6 +32,7 @@ from ansible_collections.grove.sandbox.plugins.module_utils._client import (
 from ansible_collections.grove.sandbox.plugins.module_utils._failure import Failure, join_failures
 from ansible_collections.grove.sandbox.plugins.module_utils._info import Listing
 from ansible_collections.grove.sandbox.plugins.module_utils._plan import (
+    LOGIN_KEY,
     RECREATING_VERBS,
     SNAPSHOT,
     TEMPLATE,
@@ -51,6 +52,8 @@ if TYPE_CHECKING:
     from ansible_collections.grove.sandbox.plugins.module_utils._thing import ManagedKind, ResourceKind
 
 MASK = "********"
+PASSWORD_OPTIONS = ("gateway_token", "registry_password")
+"""Options whose values no result and no log contains."""
 PLAN_KEY = "_plan"
 """The key of a result for the action plugin: the task's entry for the plan file, or its use of the applied plan."""
 SESSION_KEY = "_plan_session"
@@ -240,7 +243,7 @@ class _Run:
             for change in action.changes:
                 _collect_texts((change.name, change.before, change.after), mentioned_texts)
             removed_paths.update(_list_removed_templates(action))
-            _collect_texts(action.request, mentioned_texts)
+            _collect_texts({key: action.request[key] for key in action.request if key != LOGIN_KEY}, mentioned_texts)
             if sandbox_id := action.request.get("sandbox"):
                 needed_paths.add(f"/sandboxes/{quote_segment(sandbox_id)}")
         known_objects = self.client.known_objects
@@ -606,9 +609,9 @@ def _select_keys(shape: Mapping[str, Any], keys: tuple[str, ...]) -> dict[str, A
 
 
 def find_secrets(params: Mapping[str, Any]) -> tuple[str, ...]:
-    """Return the API key and all environment values, except short ones, which could match other text by chance."""
+    """Return the passwords and all environment values, except short ones, which could match other text by chance."""
     values = [
-        params.get("gateway_token"),
+        *map(params.get, PASSWORD_OPTIONS),
         *((params.get("env") or {}) if isinstance(params.get("env"), dict) else {}).values(),
     ]
     return tuple(str(value) for value in values if value is not None and len(str(value)) >= 8)

@@ -23,8 +23,12 @@ from ansible_collections.grove.sandbox.plugins.module_utils._failure import Fail
 from ansible_collections.grove.sandbox.plugins.module_utils._plan import Action
 from ansible_collections.grove.sandbox.plugins.module_utils._run import PLAN_KEY
 
+from sandbox_gateway.hosts.base import Log
+from sandbox_gateway.image_references import RegistryLogin
+from sandbox_gateway.recipes import Recipe
+from sandbox_gateway.records import Snapshot
 from tests.api.memory_gateway import MemoryGateway
-from tests.api.memory_host import DependentSnapshotsHost
+from tests.api.memory_host import DependentSnapshotsHost, MemoryHost
 from tests.unit.plugins.test_plans import RESOURCE_KINDS, run_task
 
 _runs = itertools.count()
@@ -445,6 +449,30 @@ def test_secrets_are_compared_but_not_stored(gateway: MemoryGateway, client: Cli
     assert "correct-horse" not in json.dumps(entry)
     assert "secrets" in apply_task(client, make_task("battery-staple"), entry)["msg"]
     assert apply_task(client, make_task("correct-horse"), entry)["changed"]
+
+
+def test_a_plan_does_not_contain_the_login_to_a_registry(
+    gateway: MemoryGateway, client: Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    logins: list[RegistryLogin | None] = []
+
+    async def build_base(base: Snapshot, recipe: Recipe, digest: str, log: Log, login: RegistryLogin | None) -> str:
+        logins.append(login)
+        return await MemoryHost.build_base(gateway.host, base, recipe, digest, log)
+
+    def make_task(password: str) -> Task:
+        login = {"registry_username": "reader", "registry_password": password}
+        return ("template", {"name": ["built"], "image": "registry.test/app:1", **login})
+
+    monkeypatch.setattr(gateway.host, "build_base", build_base)
+    (entry,) = make_plan(gateway, make_task("correct-horse"))
+    assert not any(text in json.dumps(entry) for text in ("correct-horse", "reader", "login"))
+    # The password may have been changed since.
+    result = apply_task(client, make_task("battery-staple"), entry)
+    assert result["changed"] and "battery-staple" not in json.dumps(result)
+    assert logins == [RegistryLogin("reader", "battery-staple")]
+    assert not run_task(client, *make_task("another-password"))["changed"], "a login is no part of the recipe"
+    assert run_task(client, "template", {"name": ["built"], "state": "absent"})["changed"]
 
 
 def test_equal_secrets_are_hashed_once(gateway: MemoryGateway, client: Client, monkeypatch: pytest.MonkeyPatch) -> None:
