@@ -75,7 +75,7 @@ options:
     description:
       - The user name for the registry of O(image). The gateway uses it for one build and does not store it. Without it,
         the gateway uses the credentials in its configuration, if any.
-      - It is no part of the recipe. If only the user name or the password has changed, nothing is built.
+      - The recipe does not include it. If only the user name or the password has changed, nothing is built.
     type: str
   registry_password:
     description:
