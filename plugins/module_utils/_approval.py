@@ -20,7 +20,13 @@ from typing import TYPE_CHECKING, Any
 
 from ansible_collections.grove.sandbox.plugins.module_utils._client import PLANNED_ID_PREFIX
 from ansible_collections.grove.sandbox.plugins.module_utils._failure import Failure
-from ansible_collections.grove.sandbox.plugins.module_utils._plan import SANDBOX, SNAPSHOT, VOLUME, is_planned_id
+from ansible_collections.grove.sandbox.plugins.module_utils._plan import (
+    LOGIN_KEY,
+    SANDBOX,
+    SNAPSHOT,
+    VOLUME,
+    is_planned_id,
+)
 
 if TYPE_CHECKING:
     from ansible_collections.grove.sandbox.plugins.module_utils._plan import Action
@@ -33,8 +39,10 @@ _SALT = secrets.token_hex(16)
 """The salt of all hashes that this process makes, so that it hashes each secret only once."""
 _UNKNOWABLE_VIEW_KEYS = frozenset(("diverged",))
 """Keys of views whose values only the run can know."""
-_UNKNOWABLE_REQUEST_KEYS = frozenset(("end",))
-"""Keys of requests whose values depend on the time of the run. The view contains the timeout itself."""
+_UNPLANNED_REQUEST_KEYS = frozenset(("end", LOGIN_KEY))
+"""Keys of requests that a plan does not contain: the end depends on the time of the run, and the view contains the
+timeout itself. A login is secret, and a run may have another one.
+"""
 _OVERWRITTEN_KEY = "overwrites"
 """In an export request, the key of the id of the snapshot in the existing file; "" if there is no such file."""
 _TIMEOUT_VERBS = ("clone", "create", "fork", "replace", "set_timeout")
@@ -118,7 +126,7 @@ def describe_actions(actions: Iterable[Action]) -> list[dict[str, Any]]:
                 for change in action.changes
             ],
             "request": _hash_secrets(
-                {key: value for key, value in action.request.items() if key not in _UNKNOWABLE_REQUEST_KEYS}
+                {key: value for key, value in action.request.items() if key not in _UNPLANNED_REQUEST_KEYS}
             ),
         }
         for action in actions
@@ -799,7 +807,7 @@ def _match_actions(planned: Sequence[Mapping[str, Any]], actual: Sequence[Action
         ignored_keys = _UNKNOWABLE_VIEW_KEYS if verb in _TIMEOUT_VERBS else {*_UNKNOWABLE_VIEW_KEYS, "timeout"}
         for planned_change, change in zip(planned_changes, action.changes):
             matching.check_value(planned_change["after"], change.after, f"{verb} {change.name}", ignored_keys)
-        ignored_request_keys = {*_UNKNOWABLE_REQUEST_KEYS, _OVERWRITTEN_KEY}
+        ignored_request_keys = {*_UNPLANNED_REQUEST_KEYS, _OVERWRITTEN_KEY}
         matching.check_value(planned_action["request"], action.request, f"{verb} request", ignored_request_keys)
 
 

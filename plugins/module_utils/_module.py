@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 from ansible.module_utils.basic import AnsibleModule, env_fallback
 from ansible_collections.grove.sandbox.plugins.module_utils._failure import Failure
 from ansible_collections.grove.sandbox.plugins.module_utils._info import Listing
-from ansible_collections.grove.sandbox.plugins.module_utils._run import MASK, run
+from ansible_collections.grove.sandbox.plugins.module_utils._run import MASK, PASSWORD_OPTIONS, run
 
 if TYPE_CHECKING:
     from ansible_collections.grove.sandbox.plugins.module_utils._thing import ResourceKind
@@ -79,8 +79,9 @@ def remove_diff(result: dict[str, Any]) -> None:
 def redact_options(params: dict[str, Any]) -> dict[str, Any]:
     """Return the options with their secrets masked."""
     redacted_options = {key: value for key, value in params.items() if key != "approved_plan"}
-    if redacted_options.get("gateway_token"):
-        redacted_options["gateway_token"] = MASK
+    for option in PASSWORD_OPTIONS:
+        if redacted_options.get(option):
+            redacted_options[option] = MASK
     if redacted_options.get("env"):
         redacted_options["env"] = dict.fromkeys(redacted_options["env"], MASK)
     return redacted_options

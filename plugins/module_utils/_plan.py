@@ -25,6 +25,8 @@ from ansible_collections.grove.sandbox.plugins.module_utils._shapes import KEYS_
 
 _NAME_PATTERN = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,63}")
 SANDBOX, SNAPSHOT, TEMPLATE, VOLUME = "sandbox", "snapshot", "template", "volume"
+LOGIN_KEY = "login"
+"""The key of a request with a user name and a password. Plan files do not contain it."""
 RECREATING_VERBS = ("build", "clone", "fork", "replace")
 """Verbs of actions that create another resource under the same name."""
 _UNKNOWN_KEYS = {

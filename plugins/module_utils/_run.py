@@ -32,6 +32,7 @@ from ansible_collections.grove.sandbox.plugins.module_utils._client import (
 from ansible_collections.grove.sandbox.plugins.module_utils._failure import Failure, join_failures
 from ansible_collections.grove.sandbox.plugins.module_utils._info import Listing
 from ansible_collections.grove.sandbox.plugins.module_utils._plan import (
+    LOGIN_KEY,
     RECREATING_VERBS,
     SNAPSHOT,
     TEMPLATE,
@@ -51,6 +52,8 @@ if TYPE_CHECKING:
     from ansible_collections.grove.sandbox.plugins.module_utils._thing import ManagedKind, ResourceKind
 
 MASK = "********"
+PASSWORD_OPTIONS = ("gateway_token", "registry_password")
+"""Options whose values no result and no log contains."""
 PLAN_KEY = "_plan"
 """The key of a result for the action plugin: the task's entry for the plan file, or its use of the applied plan."""
 SESSION_KEY = "_plan_session"
@@ -240,7 +243,7 @@ class _Run:
             for change in action.changes:
                 _collect_texts((change.name, change.before, change.after), mentioned_texts)
             removed_paths.update(_list_removed_templates(action))
-            _collect_texts(action.request, mentioned_texts)
+            _collect_texts({key: action.request[key] for key in action.request if key != LOGIN_KEY}, mentioned_texts)
             if sandbox_id := action.request.get("sandbox"):
                 needed_paths.add(f"/sandboxes/{quote_segment(sandbox_id)}")
         known_objects = self.client.known_objects
@@ -365,7 +368,7 @@ class _Run:
             "gateway": self.client.gateway_id,
             "bindings": bindings,
             "exported": {
-                action.request["file"]: new_shapes[change.name]["id"]
+                action.request["file"]: self._find_exported_id(action, change, new_shapes)
                 for action in self.completed_actions
                 for change in action.changes
                 if action.verb == "export" and change.name in new_shapes
@@ -373,6 +376,13 @@ class _Run:
             "opened_at": {_make_run_key(self.client): self.client.run_opened_at},
         }
         return {**result, PLAN_KEY: usage}
+
+    def _find_exported_id(self, action: Action, change: Change, new_shapes: Mapping[str, Mapping[str, Any]]) -> str:
+        """Return the id of the snapshot that an action has exported."""
+        if change.kind != VOLUME:
+            return str(new_shapes[change.name]["id"])
+        snapshots = self.client.known_objects.get(f"/volumes/{quote_segment(change.name)}/snapshots") or ()
+        return next((str(each["snapshotID"]) for each in snapshots if each["name"] == action.request["snapshot"]), "")
 
     def _refuse_failing(
         self, actions: Iterable[Action], approved_actions: Iterable[Action], entry: Mapping[str, Any]
@@ -599,9 +609,9 @@ def _select_keys(shape: Mapping[str, Any], keys: tuple[str, ...]) -> dict[str, A
 
 
 def find_secrets(params: Mapping[str, Any]) -> tuple[str, ...]:
-    """Return the API key and all environment values, except short ones, which could match other text by chance."""
+    """Return the passwords and all environment values, except short ones, which could match other text by chance."""
     values = [
-        params.get("gateway_token"),
+        *map(params.get, PASSWORD_OPTIONS),
         *((params.get("env") or {}) if isinstance(params.get("env"), dict) else {}).values(),
     ]
     return tuple(str(value) for value in values if value is not None and len(str(value)) >= 8)

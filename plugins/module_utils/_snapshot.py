@@ -38,9 +38,9 @@ from ansible_collections.grove.sandbox.plugins.module_utils._snapshot_files impo
     SnapshotFile,
     make_private,
     new_file_opened,
+    observe_file,
     read_head,
     read_pieces,
-    read_snapshot_file,
     require_writable_directory,
 )
 
@@ -196,12 +196,7 @@ def observe(client: Client, want: DesiredState) -> CurrentState:
     missing_names = [name for name in want.names if name not in resources]
     file, file_failure = None, None
     if path := want.export_to or want.import_from:
-        try:
-            file = read_snapshot_file(path)
-            # Only gateways that can transfer snapshots have a key. It is not an object on which a plan depends.
-            client.call("GET", "/signer")
-        except Failure as failure:
-            file_failure = failure
+        file, file_failure = observe_file(client, path, has_volume=False)
     taken_names = find_taken_names(client, missing_names, excluded_kind="snapshot")
     refs = dict.fromkeys(want.sandboxes.values())
     refs_to_capture = {want.sandboxes[name] for name in missing_names if name in want.sandboxes}

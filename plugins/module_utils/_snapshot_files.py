@@ -2,7 +2,7 @@
 # GNU General Public License v3.0+ (see COPYING or https://www.gnu.org/licenses/gpl-3.0.txt)
 # SPDX-License-Identifier: GPL-3.0-or-later
 
-"""Recognize snapshot files, and write them so that a file gets its final name only when it is complete.
+"""Recognize files with snapshots, and write them so that a file gets its final name only when it is complete.
 
 The gateway checks everything in a file. This module only reads which snapshot it contains.
 """
@@ -18,9 +18,12 @@ import struct
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import TYPE_CHECKING, Any, BinaryIO
 
 from ansible_collections.grove.sandbox.plugins.module_utils._failure import Failure
+
+if TYPE_CHECKING:
+    from ansible_collections.grove.sandbox.plugins.module_utils._client import Client
 
 _MAGIC = b"\x89GROVE-SNAPSHOT\r\n\x1a\n"
 _VERSION = 1
@@ -35,7 +38,7 @@ PRIVATE_MODE = 0o600
 
 @dataclass(frozen=True)
 class SnapshotFile:
-    """A file that contains a snapshot.
+    """A file that contains a snapshot of a sandbox or a volume, or a template.
 
     ``head``: the beginning of the file, which contains the manifest. ``is_complete``: whether the file has its final
     record. ``mode``: the permissions of the file.
@@ -51,12 +54,35 @@ class SnapshotFile:
         return str(self.manifest.get("snapshot_id", ""))
 
     @property
+    def has_volume(self) -> bool:
+        return self.manifest.get("kind") == "volume"
+
+    @property
     def has_memory(self) -> bool:
         return self.manifest.get("platform") is not None
 
     @property
     def data_bytes(self) -> int:
         return sum(part["data_bytes"] for part in self.manifest["parts"])
+
+
+def observe_file(client: Client, path: str, *, has_volume: bool) -> tuple[SnapshotFile | None, Failure | None]:
+    """Read which snapshot a file contains. Also returns why a task cannot use the file, or cannot transfer snapshots.
+
+    Both are None if the file does not exist. ``has_volume``: whether the task is about a snapshot of a volume.
+    """
+    try:
+        file = read_snapshot_file(path)
+        # Only gateways that can transfer snapshots have a key. It is not an object on which a plan depends.
+        client.call("GET", "/signer")
+    except Failure as failure:
+        return None, failure
+    if file is not None and file.has_volume != has_volume:
+        contents, module = ("a volume", "sandbox_volume") if file.has_volume else ("a sandbox", "sandbox_snapshot")
+        return None, Failure(
+            f"{path} contains a snapshot of {contents}: use it with the module {module}, or choose another path"
+        )
+    return file, None
 
 
 def read_snapshot_file(path: str) -> SnapshotFile | None:
@@ -85,9 +111,10 @@ def _read(path: str, file: BinaryIO) -> SnapshotFile:
     contents = file.read(length) if _HEAD_BYTES < length <= _HEAD_BYTES + _MAX_MANIFEST_BYTES else b""
     try:
         manifest = json.loads(contents[_HEAD_BYTES:])
-        sizes = manifest["sizes"]
+        sizes = manifest if manifest["kind"] == "volume" else manifest["sizes"]
+        size_keys = ("size_mb",) if manifest["kind"] == "volume" else ("cpus", "memory_mb", "disk_mb")
         is_valid = kind == b"H" and len(contents) == length and isinstance(manifest["snapshot_id"], str)
-        is_valid = is_valid and all(isinstance(sizes[key], int) for key in ("cpus", "memory_mb", "disk_mb"))
+        is_valid = is_valid and all(isinstance(sizes[key], int) for key in size_keys)
         is_valid = is_valid and all(isinstance(part["data_bytes"], int) for part in manifest["parts"])
     except (ValueError, RecursionError, KeyError, TypeError):
         is_valid = False

@@ -16,6 +16,7 @@ from ansible_collections.grove.sandbox.plugins.module_utils._client import quote
 from ansible_collections.grove.sandbox.plugins.module_utils._failure import Failure
 from ansible_collections.grove.sandbox.plugins.module_utils._names import find_taken_names
 from ansible_collections.grove.sandbox.plugins.module_utils._plan import (
+    LOGIN_KEY,
     TEMPLATE,
     Action,
     Change,
@@ -46,6 +47,8 @@ ARGUMENTS: dict[str, Any] = {
     "packages": {"type": "list", "elements": "str", "default": []},
     "path": {"type": "str", "default": ""},
     "image": {"type": "str", "default": ""},
+    "registry_username": {"type": "str"},
+    "registry_password": {"type": "str", "no_log": True},
     "setup": {"type": "list", "elements": "str", "default": []},
     "start_command": {"type": "str", "default": ""},
     "ready_probe": {"type": "str", "default": ""},
@@ -60,7 +63,10 @@ ARGUMENTS: dict[str, Any] = {
     "when_unused": {"type": "bool", "default": False},
     "continue_on_error": {"type": "bool", "default": False},
 }
-RULES: dict[str, Any] = {"required_if": [("from", "rootfs", ("path",)), ("from", "image", ("image",))]}
+RULES: dict[str, Any] = {
+    "required_if": [("from", "rootfs", ("path",)), ("from", "image", ("image",))],
+    "required_together": [("registry_username", "registry_password")],
+}
 
 LOG_TAIL_LINE_COUNT = 20
 """Number of log lines quoted in the message of a failed build."""
@@ -70,11 +76,15 @@ POLL_SECONDS = (0.1, 2.0)
 
 @dataclass(frozen=True)
 class DesiredState:
-    """The user's options. ``recipe`` maps the names of module options to values, including defaults."""
+    """The user's options. ``recipe`` maps the names of module options to values, including defaults.
+
+    ``login``: the fields of a request that contain the user name and the password for the image's registry, if any.
+    """
 
     names: tuple[str, ...]
     state: str
     recipe: Mapping[str, Any] = field(default_factory=dict)
+    login: Mapping[str, str] = field(default_factory=dict)
     prewarm: int | None = None
     rebuild_outdated: bool = True
     wait_timeout: int = 0
@@ -98,11 +108,23 @@ def parse_desired_state(params: Mapping[str, Any]) -> DesiredState:
         names=validate_names(params["name"], "template"),
         state=params["state"],
         recipe=recipe,
+        login=_parse_login(params, recipe),
         prewarm=require_minimum(params.get("prewarm"), 0, "prewarm"),
         rebuild_outdated=params.get("rebuild_outdated") is not False,
         wait_timeout=require_minimum(params.get("wait_timeout") or 0, 0, "wait_timeout"),
         when_unused=bool(params.get("when_unused")),
     )
+
+
+def _parse_login(params: Mapping[str, Any], recipe: Mapping[str, Any]) -> dict[str, str]:
+    username, password = (params.get(option) or "" for option in ("registry_username", "registry_password"))
+    if not username and not password:
+        return {}
+    if not username or not password:
+        raise Failure("the login to the image's registry is incomplete: set registry_username and registry_password")
+    if recipe["from"] != "image":
+        raise Failure("registry_username and registry_password are valid only with image: set image, or remove them")
+    return {"registryUsername": username, "registryPassword": password}
 
 
 def observe(client: Client, want: DesiredState) -> CurrentState:
@@ -162,7 +184,10 @@ def _plan_template(want: DesiredState, have: CurrentState, name: str) -> list[Ac
         body["prewarm"] = want.prewarm
     if want.wait_timeout and (want.prewarm or (before and "prewarm" in before)):
         after["prewarm"] = want.prewarm or 0
-    return [Action("build", (Change(name, before, after, TEMPLATE),), {"body": body, "wait": want.wait_timeout})]
+    # The login is no part of the plan: it does not change what is built, and a plan file must not contain it.
+    login_field = {LOGIN_KEY: want.login} if want.login else {}
+    request = {"body": body, "wait": want.wait_timeout, **login_field}
+    return [Action("build", (Change(name, before, after, TEMPLATE),), request)]
 
 
 def _is_up_to_date(want: DesiredState, current_shape: Mapping[str, Any]) -> bool:
@@ -190,7 +215,7 @@ def apply(action: Action, client: Client) -> dict[str, Failure]:
     """Carry out one action. Raises Failure, whose message quotes the end of the log if a build failed."""
     request = action.request
     if action.verb == "build":
-        template = client.post("/templates", dict(request["body"]))
+        template = client.post("/templates", {**request["body"], **request.get(LOGIN_KEY, {})})
         if template.get("buildStatus") != "ready" and request["wait"]:
             _wait_for_build(client, action.changes[0].name, template, request["wait"])
     elif action.verb == "prewarm":

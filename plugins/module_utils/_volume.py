@@ -2,7 +2,7 @@
 # GNU General Public License v3.0+ (see COPYING or https://www.gnu.org/licenses/gpl-3.0.txt)
 # SPDX-License-Identifier: GPL-3.0-or-later
 
-"""Implement ``sandbox_volume``: create, change and remove volumes, with their snapshots and attachments."""
+"""Implement ``sandbox_volume``: create, change and remove volumes, with their snapshots, attachments and files."""
 
 from __future__ import annotations
 
@@ -25,6 +25,7 @@ from ansible_collections.grove.sandbox.plugins.module_utils._plan import (
     Change,
     Plan,
     Planner,
+    failures_conditional,
     require_minimum,
     validate_names,
 )
@@ -32,6 +33,16 @@ from ansible_collections.grove.sandbox.plugins.module_utils._shapes import (
     VOLUME_KEYS,
     make_sandbox_shape,
     make_volume_shape,
+)
+from ansible_collections.grove.sandbox.plugins.module_utils._snapshot_files import (
+    PRIVATE_MODE,
+    SnapshotFile,
+    make_private,
+    new_file_opened,
+    observe_file,
+    read_head,
+    read_pieces,
+    require_writable_directory,
 )
 
 if TYPE_CHECKING:
@@ -55,12 +66,19 @@ ARGUMENTS: dict[str, Any] = {
         },
     },
     "snapshots": {"type": "list", "elements": "str"},
+    "absent_snapshots": {"type": "list", "elements": "str"},
     "rollback_to": {"type": "str"},
+    "export_to": {"type": "path"},
+    "import_from": {"type": "path"},
+    "trust": {"type": "list", "elements": "str"},
     "force": {"type": "bool", "default": False},
     "purge": {"type": "bool", "default": False},
     "continue_on_error": {"type": "bool", "default": False},
 }
-RULES: dict[str, Any] = {}
+RULES: dict[str, Any] = {
+    "required_by": {"trust": ("import_from",), "export_to": ("snapshots",)},
+    "mutually_exclusive": [("import_from", "export_to"), ("import_from", "from_snapshot")],
+}
 
 DEFAULT_SIZE_MB = 1024
 MIN_SIZE_MB = 64
@@ -79,9 +97,13 @@ class DesiredState:
     source: tuple[str, str] | None = None
     attachments: Mapping[str, tuple[str, bool]] | None = None
     snapshots: tuple[str, ...] | None = None
+    absent_snapshots: tuple[str, ...] = ()
     rollback_to: str = ""
     force: bool = False
     purge: bool = False
+    export_to: str = ""
+    import_from: str = ""
+    trust: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -90,6 +112,8 @@ class CurrentState:
 
     ``resources`` maps the requested names to volumes. ``source`` is the snapshot to copy, or None if it does not exist.
     ``snapshot_refs`` holds the names and ids of each volume's snapshots, including those captured with sandboxes.
+    ``snapshot_ids`` maps the names of each volume's snapshots to their ids. ``file``: the file of an export or import,
+    if it exists.
     """
 
     resources: Mapping[str, Mapping[str, Any]]
@@ -97,6 +121,10 @@ class CurrentState:
     sandboxes: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     source: Mapping[str, Any] | None = None
     taken_names: Mapping[str, str] = field(default_factory=dict)
+    snapshot_ids: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
+    file: SnapshotFile | None = None
+    file_failure: Failure | None = None
+    """Why the file cannot be used, or why the gateway cannot export or import snapshots."""
 
 
 def parse_desired_state(params: Mapping[str, Any]) -> DesiredState:
@@ -118,6 +146,8 @@ def parse_desired_state(params: Mapping[str, Any]) -> DesiredState:
         raise Failure(
             f"rollback_to {rollback_to!r} is not in snapshots, and purge would remove it: add it to snapshots"
         )
+    absent_snapshots = _parse_absent_snapshots(params)
+    _check_file_options(params, names)
     return DesiredState(
         names=names,
         state=params["state"],
@@ -125,10 +155,43 @@ def parse_desired_state(params: Mapping[str, Any]) -> DesiredState:
         source=_parse_source(params.get("from_snapshot")),
         attachments=attachments,
         snapshots=validate_names(snapshots, "snapshot") if snapshots else None if snapshots is None else (),
+        absent_snapshots=absent_snapshots,
         rollback_to=rollback_to,
         force=bool(params.get("force")),
         purge=bool(params.get("purge")),
+        export_to=params.get("export_to") or "",
+        import_from=params.get("import_from") or "",
+        trust=tuple(params.get("trust") or ()),
     )
+
+
+def _parse_absent_snapshots(params: Mapping[str, Any]) -> tuple[str, ...]:
+    option = params.get("absent_snapshots")
+    if not option:
+        return ()
+    if params["state"] == "absent":
+        raise Failure("absent_snapshots is valid only with state: present: with state: absent, set purge: true")
+    needed_names = {*(params.get("snapshots") or ()), params.get("rollback_to")}
+    if conflicting_names := sorted(needed_names.intersection(option)):
+        raise Failure(
+            f"absent_snapshots contains {', '.join(conflicting_names)}, which the task also needs: remove it from "
+            "absent_snapshots, or from snapshots and rollback_to"
+        )
+    return validate_names(option, "snapshot")
+
+
+def _check_file_options(params: Mapping[str, Any], names: tuple[str, ...]) -> None:
+    if not (params.get("export_to") or params.get("import_from")):
+        return
+    if params["state"] == "absent":
+        raise Failure("export_to and import_from are valid only with state: present: remove them")
+    if len(names) != 1:
+        raise Failure(f"a file contains one volume, but there are {len(names)} names: use one task for each")
+    if params.get("export_to") and len(params.get("snapshots") or ()) != 1:
+        raise Failure(
+            f"a file contains one snapshot, but there are {len(params.get('snapshots') or ())} entries in snapshots: "
+            "list only the snapshot to export"
+        )
 
 
 def _parse_attachments(option: Iterable[Mapping[str, Any]] | None) -> dict[str, tuple[str, bool]] | None:
@@ -155,13 +218,14 @@ def _parse_source(option: str | None) -> tuple[str, str] | None:
 
 
 def observe(client: Client, want: DesiredState) -> CurrentState:
-    resources, snapshot_refs = {}, {}
+    resources, snapshot_refs, snapshot_ids = {}, {}, {}
     for name in want.names:
         entry = client.find(f"/volumes/{quote_segment(name)}")
         if entry is not None:
             snapshots = list(client.list_all(f"/volumes/{quote_segment(name)}/snapshots"))
             resources[name] = make_volume_shape(entry, snapshots)
             snapshot_refs[name] = frozenset(ref for each in snapshots for ref in (each["name"], each["snapshotID"]))
+            snapshot_ids[name] = {each["name"]: each["snapshotID"] for each in snapshots}
     if want.state == "absent":
         return CurrentState(resources, snapshot_refs)
     sandboxes = {}
@@ -171,7 +235,19 @@ def observe(client: Client, want: DesiredState) -> CurrentState:
             sandboxes[ref] = make_sandbox_shape(detail)
     missing_names = [name for name in want.names if name not in resources]
     taken_names = find_taken_names(client, missing_names, excluded_kind="volume")
-    return CurrentState(resources, snapshot_refs, sandboxes, _find_source(client, want), taken_names)
+    file, file_failure = None, None
+    if path := want.export_to or want.import_from:
+        file, file_failure = observe_file(client, path, has_volume=True)
+    return CurrentState(
+        resources,
+        snapshot_refs,
+        sandboxes,
+        _find_source(client, want),
+        taken_names,
+        snapshot_ids,
+        file=file,
+        file_failure=file_failure,
+    )
 
 
 def _find_source(client: Client, want: DesiredState) -> Mapping[str, Any] | None:
@@ -187,7 +263,8 @@ def _find_source(client: Client, want: DesiredState) -> Mapping[str, Any] | None
 
 def make_view(shape: Mapping[str, Any]) -> dict[str, Any]:
     """Return the properties of a volume that a task can declare."""
-    return {key: shape[key] for key in ("name", "size_mb", "attachments", "snapshots", "from_snapshot")}
+    fields = {key: shape[key] for key in ("name", "size_mb", "attachments", "snapshots", "from_snapshot")}
+    return {**fields, "imported_from": shape["imported_from"]} if shape["imported_from"] else fields
 
 
 def list_named_paths(want: DesiredState, have: CurrentState) -> tuple[str, ...]:
@@ -205,14 +282,18 @@ def _plan_volume(want: DesiredState, have: CurrentState, name: str) -> list[Acti
     current_shape = have.resources.get(name)
     if want.state == "absent":
         return [] if current_shape is None else _plan_removal(want, name, current_shape)
+    if have.file_failure is not None:
+        raise have.file_failure
     volume_plan = _VolumePlan(want, have, name)
     if current_shape is None:
-        volume_plan.plan_creation()
+        volume_plan.plan_import() if want.import_from else volume_plan.plan_creation()
     else:
         volume_plan.before = make_view(current_shape)
         _check_source(want, have, name, current_shape)
+        _check_import_origin(want, have, name, current_shape)
     volume_plan.plan_detachment()
     volume_plan.plan_capture()
+    volume_plan.plan_export()
     volume_plan.plan_rollback()
     volume_plan.plan_growth()
     volume_plan.plan_attachment()
@@ -223,7 +304,8 @@ def _plan_volume(want: DesiredState, have: CurrentState, name: str) -> list[Acti
 class _VolumePlan:
     """Builds the plan of one volume step by step.
 
-    Call its methods in this order: create, detach, capture, roll back, grow, attach, remove surplus snapshots.
+    Call its methods in this order: create or import, detach, capture, export, roll back, grow, attach, remove surplus
+    snapshots.
     """
 
     def __init__(self, want: DesiredState, have: CurrentState, name: str) -> None:
@@ -245,10 +327,34 @@ class _VolumePlan:
             raise LookupError(f"volume {self.name} does not exist")
         return self.before
 
-    def plan_creation(self) -> None:
-        want, source = self.want, self.have.source
+    def _require_free_name(self) -> None:
         if self.name in self.have.taken_names:
             raise _refusals.create_name_taken_error(self.name, self.have.taken_names[self.name])
+
+    def plan_import(self) -> None:
+        want, file = self.want, self.have.file
+        self._require_free_name()
+        if file is None:
+            # Plan sessions contain no files, so check mode does not know what earlier tasks write.
+            with failures_conditional(f"only if no earlier task of the run writes {want.import_from}"):
+                raise Failure(f"{want.import_from} does not exist: correct import_from, or copy the file to this host")
+        if not file.is_complete:
+            raise Failure(f"{want.import_from} is not complete: copy it again, or export the snapshot again")
+        size_mb = file.manifest["size_mb"]
+        if want.size_mb is not None and want.size_mb < size_mb:
+            raise _refusals.create_volume_too_small_error(self.name, want.size_mb, size_mb)
+        request = {
+            "file": want.import_from,
+            "trust": list(want.trust),
+            "snapshot": file.snapshot_id,
+            "data_bytes": file.data_bytes,
+        }
+        new_view = {"name": self.name, "size_mb": size_mb, "attachments": [], "snapshots": [], "from_snapshot": ""}
+        self._add_step("import", request, **new_view, imported_from=file.snapshot_id)
+
+    def plan_creation(self) -> None:
+        want, source = self.want, self.have.source
+        self._require_free_name()
         if want.source is not None and source is None:
             raise Failure(
                 f"snapshot {want.source[1]!r} of volume {want.source[0]!r} not found: use an existing snapshot",
@@ -313,7 +419,24 @@ class _VolumePlan:
         for snapshot in self.want.snapshots or ():
             if snapshot not in self._current_view["snapshots"]:
                 snapshots = sorted([*self._current_view["snapshots"], snapshot])
-                self._add_step("capture", {"snapshot": snapshot}, snapshots=snapshots)
+                request = {"snapshot": snapshot, **({"file": self.want.export_to} if self.want.export_to else {})}
+                self._add_step("capture", request, snapshots=snapshots)
+
+    def plan_export(self) -> None:
+        """Plan to export the only requested snapshot, unless the file already contains it."""
+        if not self.want.export_to:
+            return
+        (snapshot,) = self.want.snapshots or ("",)
+        file, path = self.have.file, self.want.export_to
+        snapshot_id = self.have.snapshot_ids.get(self.name, {}).get(snapshot, "")
+        if file is None or not file.is_complete or file.snapshot_id != snapshot_id:
+            overwritten_id = file.snapshot_id if file is not None else ""
+            self._add_step(
+                "export", {"snapshot": snapshot, "file": path, "overwrites": overwritten_id}, exported_to=path
+            )
+        elif file.mode & ~PRIVATE_MODE:
+            self.before = {**self._current_view, "file_mode": f"{file.mode:04o}"}
+            self._add_step("protect", {"file": path}, file_mode=f"{PRIVATE_MODE:04o}")
 
     def plan_rollback(self) -> None:
         target = self.want.rollback_to
@@ -354,9 +477,10 @@ class _VolumePlan:
             self._add_step("attach", {"sandbox": sandbox["id"], "body": body}, attachments=attachments)
 
     def plan_snapshot_removal(self) -> None:
-        if not self.want.purge or self.want.snapshots is None:
-            return
-        for snapshot in [each for each in self._current_view["snapshots"] if each not in self.want.snapshots]:
+        surplus_snapshots = [each for each in self._current_view["snapshots"] if each in self.want.absent_snapshots]
+        if self.want.purge and self.want.snapshots is not None:
+            surplus_snapshots = [each for each in self._current_view["snapshots"] if each not in self.want.snapshots]
+        for snapshot in surplus_snapshots:
             remaining_snapshots = [each for each in self._current_view["snapshots"] if each != snapshot]
             self._add_step("remove_snapshot", {"snapshot": snapshot}, snapshots=remaining_snapshots)
 
@@ -376,6 +500,24 @@ def _check_source(want: DesiredState, have: CurrentState, name: str, current_sha
         raise Failure(
             f"volume {name!r} was created {origin_text}, not from {'@'.join(want.source)}, which cannot change: choose "
             "another name, or remove it first with state: absent, which loses its contents",
+            "conflict",
+        )
+
+
+def _check_import_origin(want: DesiredState, have: CurrentState, name: str, current_shape: Mapping[str, Any]) -> None:
+    """Raise Failure unless the existing volume was imported from the file. The volume can outlive the file."""
+    if not want.import_from or (current_shape["imported_from"] and have.file is None):
+        return
+    if have.file is None or current_shape["imported_from"] != have.file.snapshot_id:
+        origin = (
+            f"was imported from snapshot {current_shape['imported_from']}"
+            if current_shape["imported_from"]
+            else "was not imported"
+        )
+        contents = f"contains snapshot {have.file.snapshot_id}" if have.file else "does not exist"
+        raise Failure(
+            f"volume {name!r} already exists and {origin}, but {want.import_from} {contents}: choose another name, or "
+            "remove the volume first with state: absent, which loses its contents",
             "conflict",
         )
 
@@ -436,8 +578,22 @@ def apply(action: Action, client: Client) -> dict[str, Failure]:
         client.delete(f"/sandboxes/{quote_segment(request['sandbox'])}/volumes/{quote_segment(name)}")
     elif action.verb == "attach":
         client.post(f"/sandboxes/{quote_segment(request['sandbox'])}/volumes", dict(request["body"]))
+    elif action.verb == "import":
+        read_file = read_head if client.is_planning else read_pieces
+        client.upload("/volumes/import", lambda: read_file(request["file"]), name=name, trust=request["trust"])
     elif action.verb == "capture":
+        # In check mode, the directory may be one that an earlier task would create.
+        if "file" in request and not client.is_planning:
+            require_writable_directory(request["file"])
         client.post(f"{path}/snapshots", {"name": request["snapshot"]})
+    elif action.verb == "export":
+        # A plan session writes no files.
+        if not client.is_planning:
+            with new_file_opened(request["file"]) as write_piece:
+                client.download(f"{path}/snapshots/{quote_segment(request['snapshot'])}/export", write_piece)
+    elif action.verb == "protect":
+        if not client.is_planning:
+            make_private(request["file"])
     elif action.verb == "rollback":
         client.post(f"{path}/rollback", dict(request))
     elif action.verb == "grow":

@@ -71,6 +71,17 @@ options:
         a digest (C(registry.example/name@sha256:...)).
     type: str
     default: ""
+  registry_username:
+    description:
+      - The user name for the registry of O(image). The gateway uses it for one build and does not store it. Without it,
+        the gateway uses the credentials in its configuration, if any.
+      - The recipe does not include it. If only the user name or the password has changed, nothing is built.
+    type: str
+  registry_password:
+    description:
+      - The password for O(registry_username). Take it from Ansible Vault or another lookup.
+      - Results, logs and plans do not contain it.
+    type: str
   setup:
     description:
       - Commands to run in the booted sandbox, one after another, as root through C(/bin/sh -c).
@@ -191,6 +202,13 @@ EXAMPLES = r"""
     name: api
     image: registry.example/team/api:1.4
     ready_probe: test -e /run/api.pid
+
+- name: Build a template from an image in a registry that requires a login
+  grove.sandbox.sandbox_template:
+    name: internal
+    image: registry.example/team/internal:2
+    registry_username: reader
+    registry_password: "{{ vault_registry_password | default('an example') }}"
 
 - name: Build a template, and keep four sandboxes of it ready
   grove.sandbox.sandbox_template:

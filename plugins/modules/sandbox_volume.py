@@ -8,15 +8,15 @@ from __future__ import annotations
 DOCUMENTATION = r"""
 ---
 module: sandbox_volume
-short_description: Declare volumes
+short_description: Declare volumes, and export and import them
 version_added: "0.1.0"
 description:
   - Ensures that the named volumes exist with the given size and snapshots, attached to exactly the given sandboxes, or
     that they do not exist. A volume is storage that outlives sandboxes and that any number of them can share.
   - Only the options that are set are compared with existing volumes. A volume can grow, even while mounted, but never
     shrink.
-  - The module first detaches the volume from sandboxes that are not listed. It then takes snapshots, rolls back, grows
-    and attaches the volume, and finally removes surplus snapshots.
+  - The module first detaches the volume from sandboxes that are not listed. It then takes snapshots, writes
+    O(export_to), rolls back, grows and attaches the volume, and finally removes surplus snapshots.
 options:
   name:
     description:
@@ -75,12 +75,38 @@ options:
         snapshots are kept, unless O(purge=true).
     type: list
     elements: str
+  absent_snapshots:
+    description:
+      - Names of snapshots of the volume that do not exist afterwards. Unlike O(purge), this option never removes a
+        snapshot that someone takes while the playbook runs.
+    type: list
+    elements: str
   rollback_to:
     description:
       - The snapshot to roll the volume back to, by name or id. The volume keeps its size. Later writes are lost. To
         take a snapshot first, list a new name in O(snapshots).
       - Every run rolls back, because the gateway cannot detect whether the volume has changed since.
     type: str
+  export_to:
+    description:
+      - Path of a file on the host where the module runs. The task writes a snapshot of the volume to it. O(snapshots)
+        must contain only the name of this snapshot, which is taken first if it does not exist.
+      - If the file already contains this snapshot, nothing is changed. A file that contains another snapshot of a
+        volume is replaced. With any other file, the task fails. The file gets its name when it is complete, and only
+        its owner can read it. Other users lose their permissions for an existing file.
+    type: path
+  import_from:
+    description:
+      - Path of a file on the host where the module runs, to create the volume from. If the volume exists and was
+        imported from a file with the same snapshot, its contents are not changed, even if the file no longer exists.
+      - The volume has the size of the snapshot, unless O(size_mb) is larger.
+    type: path
+  trust:
+    description:
+      - Fingerprints of the gateways whose files are accepted by O(import_from), in addition to the importing gateway.
+        C(sandboxctl snapshot signer) shows the fingerprint of a gateway.
+    type: list
+    elements: str
   force:
     description:
       - Whether to roll back even while the volume is attached read-write to a running or paused sandbox. The files then
@@ -109,6 +135,10 @@ attributes:
     details:
       - Check mode cannot predict failures that only the gateway's host can detect. For example, a volume or snapshot on
         a jail host cannot be removed if another program has cloned it.
+      - Check mode does not know which files and directories earlier tasks of the run create. It predicts an import from
+        the file that exists now. If O(import_from) does not exist, it refuses the task, and the plan shows that this
+        depends on the earlier tasks. It does not check the directory of O(export_to); a run does before it takes the
+        snapshot.
   idempotent:
     support: partial
     details:
@@ -156,6 +186,18 @@ EXAMPLES = r"""
     snapshots: [monday, before-rollback]
     rollback_to: monday
 
+- name: Take a snapshot of a volume, and write it to a file on the managed host
+  grove.sandbox.sandbox_volume:
+    name: code
+    snapshots: [tuesday]
+    export_to: /srv/code-tuesday.volume
+
+- name: Create a volume from a file that another gateway has written
+  grove.sandbox.sandbox_volume:
+    name: code-restored
+    import_from: /srv/code-tuesday.volume
+    trust: ["{{ exporting_gateway_fingerprint }}"]
+
 - name: Remove both with their snapshots, even if they are attached
   grove.sandbox.sandbox_volume:
     name: [code-experiment, code]
@@ -193,6 +235,11 @@ volumes:
       type: list
       elements: str
     from_snapshot: {description: Id of the volume snapshot it was created from; empty for none., type: str}
+    imported_from:
+      description:
+        - The id, in the gateway that exported it, of the snapshot that it was imported from; empty if it was not
+          imported.
+      type: str
     owner_sandbox_id:
       description:
         - The sandbox for which it was cloned, or empty. A clone is removed when its last attachment is removed.

@@ -77,6 +77,11 @@ volumes:
       type: list
       elements: str
     from_snapshot: {description: Id of the volume snapshot it was created from; empty for none., type: str}
+    imported_from:
+      description:
+        - The id, in the gateway that exported it, of the snapshot that it was imported from; empty if it was not
+          imported.
+      type: str
     owner_sandbox_id:
       description:
         - The sandbox for which it was cloned, or empty. A clone is removed when its last attachment is removed.

@@ -11,8 +11,12 @@ from pathlib import Path
 
 import pytest
 
-from sandbox_gateway.hosts.base import MemoryDisk, SlowCommand, StorageCommands
+from sandbox_gateway.hosts.base import Log, MemoryDisk, SlowCommand, StorageCommands
+from sandbox_gateway.image_references import RegistryLogin
+from sandbox_gateway.recipes import Recipe
+from sandbox_gateway.records import Snapshot
 from tests.api.memory_gateway import ADMIN_KEY, READ_KEY, MemoryGateway
+from tests.api.memory_host import MemoryHost
 from tests.cli.running import SANDBOXCTL_COMMAND, Run, check_success
 from tests.support.certificates import create_certificate
 from tests.support.waiting import wait_until
@@ -189,6 +193,37 @@ def test_building_a_template_prints_its_log(memory_gateway: MemoryGateway, run: 
     assert failed_outcome.code == 1 and "exit code 1" in failed_outcome.err and "fix the recipe" in failed_outcome.err
     check_success(run("template", "delete", "web", "filed", "named"))
     assert run("template", "show", "web").code == 3
+
+
+def test_the_password_for_a_registry_is_read_from_a_file_or_the_standard_input(
+    memory_gateway: MemoryGateway, run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    logins: list[RegistryLogin | None] = []
+
+    async def build_base(base: Snapshot, recipe: Recipe, digest: str, log: Log, login: RegistryLogin | None) -> str:
+        logins.append(login)
+        return await MemoryHost.build_base(memory_gateway.host, base, recipe, digest, log)
+
+    monkeypatch.setattr(memory_gateway.host, "build_base", build_base)
+    file = tmp_path / "password"
+    file.write_text("hunter2\n")
+    build = ("template", "build", "--image", "registry.test/app:1", "--registry-username", "reader")
+    outcomes = [
+        check_success(run(*build, "filed", "--registry-password-file", str(file))),
+        check_success(run(*build, "piped", "--registry-password-file", "-", stdin=b"hunter3\r\n")),
+        check_success(run(*build, "filed", "--json", "--registry-password-file", str(file))),
+    ]
+    assert logins == [RegistryLogin("reader", "hunter2"), RegistryLogin("reader", "hunter3")], "the third build exists"
+    outcomes.append(run(*build, "incomplete"))
+    assert outcomes[-1].code == 2 and "send both a user name and a password" in outcomes[-1].err
+    for contents in (b"", b"\n", b"hunter4\nhunter5\n", b"hunter6\xff", b"hunter7" * 10_000):
+        file.write_bytes(contents)
+        outcomes.append(run(*build, "refused", "--registry-password-file", str(file)))
+        assert outcomes[-1].code == 2 and str(file) in outcomes[-1].err and "Traceback" not in outcomes[-1].err
+    outcomes.append(run(*build, "refused", "--registry-password-file", str(tmp_path / "missing")))
+    assert outcomes[-1].code == 2 and "cannot be read: No such file" in outcomes[-1].err
+    assert not any("hunter" in outcome.out + outcome.err for outcome in outcomes)
+    check_success(run("template", "delete", "filed", "piped"))
 
 
 @pytest.mark.parametrize(

@@ -105,21 +105,40 @@ _likely_options = {
     | st.just({"name": ["copy"], "size_mb": 128, "from_snapshot": "data@one"}),
 }
 """Tasks that change something more often than those of ``task_options``, of which most are refused."""
-_EXISTING, _EXPORTED, _NEW = "existing", "exported", "new"
-"""Files in options: one that exists before the play, the first one that the play exports, and one for this task."""
-_transfer_options = st.fixed_dictionaries(
-    {
-        "name": st.sampled_from([["s"], ["t"], ["u"]]),
-        "sandbox": st.sampled_from([None, ["a"], ["b"]]),
-        "memory": st.sampled_from(["auto", "none"]),
-        "export_to": st.just(_NEW),
-    }
-) | st.fixed_dictionaries(
-    {
-        "name": st.sampled_from([["t"], ["u"], ["ci-1"]]),
-        "import_from": st.sampled_from([_EXISTING] * 5 + [_EXPORTED]),
-    }
-)
+_EXISTING, _EXISTING_VOLUME, _EXPORTED, _NEW = "existing", "existing volume", "exported", "new"
+"""Files in options: two that exist before the play, with a snapshot of a sandbox and one of a volume, the first one
+that the play exports, and one for this task.
+"""
+_transfer_options = {
+    "snapshot": st.fixed_dictionaries(
+        {
+            "name": st.sampled_from([["s"], ["t"], ["u"]]),
+            "sandbox": st.sampled_from([None, ["a"], ["b"]]),
+            "memory": st.sampled_from(["auto", "none"]),
+            "export_to": st.just(_NEW),
+        }
+    )
+    | st.fixed_dictionaries(
+        {
+            "name": st.sampled_from([["t"], ["u"], ["ci-1"]]),
+            "import_from": st.sampled_from([_EXISTING] * 5 + [_EXISTING_VOLUME, _EXPORTED]),
+        }
+    ),
+    "volume": st.fixed_dictionaries(
+        {
+            "name": st.sampled_from([["data"], ["cache"], ["copy"]]),
+            "snapshots": st.sampled_from([["one"], ["two"]]),
+            "export_to": st.just(_NEW),
+        }
+    )
+    | st.fixed_dictionaries(
+        {
+            "name": st.sampled_from([["copy"], ["copy"], ["cache"]]),
+            "import_from": st.sampled_from([_EXISTING_VOLUME] * 5 + [_EXISTING, _EXPORTED]),
+            "size_mb": st.sampled_from([None, 64, 128]),
+        }
+    ),
+}
 
 _LISTINGS = {
     "sandbox_info": _info.SANDBOXES,
@@ -140,7 +159,7 @@ def make_tasks(*, with_templates: bool, with_files: bool = False) -> st.SearchSt
     """Return a strategy for tasks of all modules.
 
     Without ``with_templates``, no task builds or removes a template. With ``with_files``, tasks export and import
-    snapshots.
+    snapshots of sandboxes and volumes.
     """
     options = {**task_options}
     if not with_templates:
@@ -148,7 +167,7 @@ def make_tasks(*, with_templates: bool, with_files: bool = False) -> st.SearchSt
     any_tasks = [st.tuples(st.just(kind), options[kind]) for kind in sorted(options)]
     likely_tasks = [st.tuples(st.just(kind), _likely_options[kind]) for kind in sorted(_likely_options)]
     info_tasks = st.one_of(*(st.tuples(st.just(kind), _info_options[kind]) for kind in _LISTINGS))
-    transfer_tasks = [st.tuples(st.just("snapshot"), _transfer_options)] if with_files else []
+    transfer_tasks = [st.tuples(st.just(kind), _transfer_options[kind]) for kind in _transfer_options if with_files]
     return st.one_of(*likely_tasks, *any_tasks, *likely_tasks, info_tasks, *transfer_tasks)
 
 
@@ -335,10 +354,14 @@ def replace_names_with_ids(kind: str, params: dict[str, Any], results: Iterable[
 
 @dataclass(frozen=True)
 class PlayFiles:
-    """The files of a play. ``existing``: a file that exists before the play. Exports are written to ``directory``."""
+    """The files of a play. Exports are written to ``directory``.
+
+    ``existing``, ``existing_volume``: files with a snapshot of a sandbox and of a volume, which exist before the play.
+    """
 
     directory: Path
     existing: Path
+    existing_volume: Path
 
     def insert(self, params: dict[str, Any], location: str, exporting_locations: list[str]) -> dict[str, Any]:
         """Return the options of a task with the paths of its files. Adds ``location`` to ``exporting_locations``."""
@@ -348,6 +371,8 @@ class PlayFiles:
             exporting_locations.append(location)
         if params.get("import_from") == _EXISTING:
             params["import_from"] = str(self.existing)
+        elif params.get("import_from") == _EXISTING_VOLUME:
+            params["import_from"] = str(self.existing_volume)
         elif params.get("import_from") == _EXPORTED:
             params["import_from"] = str(self.directory / [*exporting_locations, "missing"][0])
         return params
@@ -412,16 +437,17 @@ class PlayChecks:
         template: str = "base",
         before_run: Callable[[], None] = lambda: None,
         existing_file: Path = Path("/nowhere"),
+        existing_volume_file: Path = Path("/nowhere"),
     ) -> list[dict[str, Any]]:
         """Check that a plan session predicts a play, with the gateway in the state that ``history`` creates.
 
         At the beginning, the gateway must have only its templates. Returns the entries of the plan. A task may have
         a different outcome only if its entry says that it depends on what the run finds. Then the states also differ,
         so later tasks are only checked for their outcomes. ``has_approved_plan``: whether the run may only do what was
-        predicted. ``existing_file``: a snapshot that tasks can import.
+        predicted. ``existing_file`` and ``existing_volume_file`` contain snapshots that tasks can import.
         """
         with tempfile.TemporaryDirectory() as directory:
-            files = PlayFiles(Path(directory), existing_file)
+            files = PlayFiles(Path(directory), existing_file, existing_volume_file)
             return self._check(url, history, play, has_approved_plan, template, before_run, files)
 
     def _check(

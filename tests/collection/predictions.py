@@ -107,6 +107,11 @@ WEB_TEMPLATE = ("sandbox_template", {"name": "%web", "packages": ["curl"]})
 FILE = f"{session.get_run_path()}/%golden.snapshot"
 """A file that does not exist before the case."""
 EXPORTED_SNAPSHOT = ("sandbox_snapshot", {"name": "%golden", "sandbox": "%box", "export_to": FILE})
+VOLUME_FILE = f"{session.get_run_path()}/%data.volume"
+"""A file that does not exist before the case."""
+EXPORTED_VOLUME = (
+    "sandbox_volume", {"name": "%data", "size_mb": 64, "snapshots": ["monday"], "export_to": VOLUME_FILE}
+)  # fmt: skip
 BOX_CHANGES = (("write", "%box"),)
 
 SANDBOX_CASES = (
@@ -167,6 +172,9 @@ TEMPLATE_CASES = (
          {"name": "%web", "from": "rootfs", "path": "/nowhere/rootfs.tar"}, error_kind="invalid",
          needs_session=True),
     Case("sandbox_template", "from: image", {"name": "%web", "from": "image", "image": "registry.example/web:1"}),
+    Case("sandbox_template", "image, registry_username, registry_password",
+         {"name": "%web", "image": "registry.example/web:1", "registry_username": "reader",
+          "registry_password": "example"}),
     Case("sandbox_template", "recipe whose build fails", {"name": "%web", "setup": ["fail"]},
          unpredicted_error="backend_failed"),
     Case("sandbox_template", "wait_timeout", {"name": "%web", "wait_timeout": 60}),
@@ -283,6 +291,8 @@ VOLUME_CASES = (
          {"name": "%data", "attachments": [{"sandbox": "%b", "path": "/srv/b", "read_only": True}]},
          (DATA_VOLUME, BOX_WITH_VOLUME, ("sandbox", {"name": "%b", "template": "base"}))),
     Case("sandbox_volume", "snapshots", {"name": "%data", "snapshots": ["monday", "tuesday"]}, (VOLUME_WITH_SNAPSHOT,)),
+    Case("sandbox_volume", "absent_snapshots", {"name": "%data", "absent_snapshots": ["monday", "missing"]},
+         (VOLUME_WITH_SNAPSHOT,)),
     Case("sandbox_volume", "snapshots, purge", {"name": "%data", "snapshots": [], "purge": True},
          (VOLUME_WITH_SNAPSHOT,)),
     Case("sandbox_volume", "snapshots, purge, on a jail host where another program has cloned the snapshot",
@@ -297,6 +307,19 @@ VOLUME_CASES = (
     Case("sandbox_volume", "rollback_to, while a sandbox writes, force",
          {"name": "%data", "rollback_to": "monday", "force": True}, (VOLUME_WITH_SNAPSHOT, BOX_WITH_VOLUME),
          repeated_actions="changes since then cannot be detected"),
+    Case("sandbox_volume", "export_to", {"name": "%data", "snapshots": ["monday"], "export_to": VOLUME_FILE},
+         (VOLUME_WITH_SNAPSHOT,)),
+    Case("sandbox_volume", "export_to, for a new snapshot",
+         {"name": "%data", "snapshots": ["tuesday"], "export_to": VOLUME_FILE}, (EXPORTED_VOLUME,)),
+    Case("sandbox_volume", "export_to, over another file",
+         {"name": "%data", "snapshots": ["monday"], "export_to": TARBALL_PATH}, (VOLUME_WITH_SNAPSHOT,),
+         error_kind="invalid"),
+    Case("sandbox_volume", "import_from, trust, larger size_mb",
+         {"name": "%copy", "import_from": VOLUME_FILE, "trust": ["0" * 64], "size_mb": 128}, (EXPORTED_VOLUME,)),
+    Case("sandbox_volume", "import_from, for a volume that was not imported",
+         {"name": "%data", "import_from": VOLUME_FILE}, (EXPORTED_VOLUME,), error_kind="conflict"),
+    Case("sandbox_volume", "import_from, without the file", {"name": "%copy", "import_from": VOLUME_FILE},
+         error_kind="invalid"),
     Case("sandbox_volume", "continue_on_error, one of two refused",
          {"name": ["%data", "%new"], "size_mb": 64, "continue_on_error": True},
          (("sandbox_volume", {"name": "%data", "size_mb": 128}),), error_kind="conflict"),

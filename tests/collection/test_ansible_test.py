@@ -12,8 +12,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.support import faulty_gateway, session
-from tests.support.faulty_gateway import TEMPLATE
+from tests.api.memory_gateway import ADMIN_KEY, MemoryGateway
+from tests.support import session
+from tests.support.faulty_gateway import TEMPLATE, FaultyHost
 from tests.support.roles import make_environment
 
 _BIN_DIR = Path(sys.executable).parent
@@ -46,7 +47,7 @@ def collection(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def gateway_url(collection: Path) -> Iterator[str]:
+def gateway_url(collection: Path, tmp_path: Path) -> Iterator[str]:
     """The URL of the gateway that the targets use. Without SANDBOX_GATEWAY_URL, the gateway has an in-memory host."""
     config_file = collection / "tests" / "integration" / "integration_config.yml"
     template = os.environ.get("SANDBOX_TEST_TEMPLATE", TEMPLATE)
@@ -55,14 +56,22 @@ def gateway_url(collection: Path) -> Iterator[str]:
         config_file.write_text(json.dumps({"gateway_url": url, "gateway_token": token, "gateway_template": template}))
         yield url
         return
-    with faulty_gateway.running_gateway() as server:
-        server.token = "of-the-targets"
-        integration_settings = {"gateway_url": server.url, "gateway_token": server.token, "gateway_template": TEMPLATE}
+    gateway = MemoryGateway(tmp_path, FaultyHost(), log={"level": "warning"})
+    try:
+        gateway.build_template(TEMPLATE)
+        integration_settings = {"gateway_url": gateway.url, "gateway_token": ADMIN_KEY, "gateway_template": TEMPLATE}
         config_file.write_text(json.dumps(integration_settings))
-        yield server.url
-        remaining_names = {kind: server.list_names(kind) for kind in ("sandboxes", "snapshots", "templates", "volumes")}
-        expected_names = {"sandboxes": [], "snapshots": [], "templates": [TEMPLATE], "volumes": []}
-        assert remaining_names == expected_names, "the targets must remove all resources that they create"
+        yield gateway.url
+        with gateway.client() as api:
+            objects = {
+                kind: [each for each in api.get(f"/{kind}").json() if each.get("buildStatus", "ready") == "ready"]
+                for kind in ("sandboxes", "snapshots", "templates", "volumes")
+            }
+        remaining_counts = {kind: len(entries) for kind, entries in objects.items()}
+        expected_counts = {"sandboxes": 0, "snapshots": 0, "templates": 1, "volumes": 0}
+        assert remaining_counts == expected_counts, "the targets must remove all resources that they create"
+    finally:
+        gateway.end()
 
 
 @pytest.mark.slow

@@ -15,7 +15,7 @@ from tests.support.session import REPOSITORY
 
 MODULE_FILES = sorted((REPOSITORY / "plugins" / "modules").glob("*.py"))
 IMAGE_PATH = "/srv/images/base.tar.zst"
-SNAPSHOT_FILE_PATH = "/srv/before-upgrade.snapshot"
+EXPORTED_FILE_PATHS = ("/srv/before-upgrade.snapshot", "/srv/code-tuesday.volume")
 SETUP_TASKS: dict[str, list[Task]] = {
     "sandbox": [{"grove.sandbox.sandbox_volume": {"name": "data"}}],
     "sandbox_snapshot": [
@@ -60,14 +60,17 @@ def load_examples(module: Path) -> list[Task]:
 
 @pytest.mark.parametrize("module", MODULE_FILES, ids=lambda module: module.stem)
 def test_examples_succeed_and_change_something(request: pytest.FixtureRequest, tmp_path: Path, module: Path) -> None:
-    # The gateway of `memory_target` forwards only JSON, so no snapshot files.
-    target: Target = request.getfixturevalue("plan_target" if module.stem == "sandbox_snapshot" else "memory_target")
+    # The gateway of `memory_target` forwards only JSON, so no files.
+    has_files = module.stem in ("sandbox_snapshot", "sandbox_volume")
+    target: Target = request.getfixturevalue("plan_target" if has_files else "memory_target")
     setup_tasks = SETUP_TASKS.get(module.stem, [])
     image_file = tmp_path / "base.tar.zst"
     image_file.touch()
     text = json.dumps(load_examples(module))
     # The gateway reads the image of a template to detect changes.
-    text = text.replace(IMAGE_PATH, str(image_file)).replace(SNAPSHOT_FILE_PATH, str(tmp_path / "snapshot"))
+    text = text.replace(IMAGE_PATH, str(image_file))
+    for path in EXPORTED_FILE_PATHS:
+        text = text.replace(path, str(tmp_path / Path(path).name))
     variables = {"exporting_gateway_fingerprint": target.client.get("/signer")["fingerprint"]}
     results = target.play(*setup_tasks, *json.loads(text), keywords={"vars": variables})
     for result in results:

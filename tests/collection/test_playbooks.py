@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import os
 import re
 import secrets
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from sandbox_gateway.errors import InUse
 from tests.api.memory_gateway import MemoryGateway
 from tests.collection import agents
 from tests.collection.recipes import PlaybookRunner, check_refusal, check_success
@@ -150,6 +153,119 @@ def test_nightly_snapshots_reports_invalid_variables(playbook_runner: PlaybookRu
         playbook_runner.run_documented_play("nightly_snapshots"), 0
     )
     check_refusal(playbook_runner.run("nightly_snapshots", nightly_metadata="team blue"), "(team, blue is not valid)")
+
+
+# --- nightly_backups and restore_backup ------------------------------------------------------------------------------
+
+
+def create_volume(gateway: MemoryGateway, name: str, **files: str) -> None:
+    with gateway.client() as api:
+        assert api.post("/volumes", json={"name": name, "sizeMB": 64}).status_code == 201
+    volume_id = gateway.engine.volumes.get(name).id
+    gateway.host.files[volume_id] = dict(files)
+
+
+def list_volume_snapshots(gateway: MemoryGateway, volume: str) -> list[str]:
+    with gateway.client() as api:
+        return [each["name"] for each in api.get(f"/volumes/{volume}/snapshots").json()]
+
+
+def test_nightly_backups_are_written_once_pruned_and_restored(
+    playbook_runner: PlaybookRunner, gateway: MemoryGateway, tmp_path: Path
+) -> None:
+    directory = tmp_path / "backups"
+    variables = {"backup_directory": str(directory), "backup_keep": 2}
+
+    def back_up(stamp: str, changed_task_count: int, *options: str) -> str:
+        run = playbook_runner.run_documented_play("nightly_backups", *options, backup_stamp=stamp, **variables)
+        return check_success(run, changed_task_count)
+
+    create_sandbox(gateway, "web", team="blue")
+    create_sandbox(gateway, "other", team="green")
+    for name in ("data", "code", "unlisted"):
+        create_volume(gateway, name, color="blue")
+    with gateway.client() as api:
+        assert api.post("/volumes/data/snapshots", json={"name": "own"}).status_code == 201
+    back_up("1", 3, "--check")
+    assert not directory.exists() and list_volume_snapshots(gateway, "data") == ["own"]
+    assert "Backed up web, data, code" in back_up("1", 3)
+    assert sorted(path.name for path in directory.iterdir()) == ["code@1.volume", "data@1.volume", "web@1.snapshot"]
+    assert directory.stat().st_mode & 0o777 == 0o700
+    assert {path.stat().st_mode & 0o777 for path in directory.iterdir()} == {0o600}
+    back_up("1", 0)
+    # A volume that no longer exists keeps its files. The directory also contains files of others.
+    (directory / "notes.txt").touch()
+    incomplete_file = directory / ".web@0.snapshot.partial"
+    incomplete_file.touch()
+    os.utime(incomplete_file, (0, 0))
+    with gateway.client() as api:
+        assert api.delete("/volumes/code?withSnapshots=true").status_code == 204
+    variables["backup_volumes"] = ["data"]
+    back_up("2", 4)
+    back_up("3", 4)
+    expected_names = [
+        "code@1.volume",
+        "data@2.volume",
+        "data@3.volume",
+        "notes.txt",
+        "web@2.snapshot",
+        "web@3.snapshot",
+    ]
+    assert sorted(path.name for path in directory.iterdir()) == expected_names
+    assert list_volume_snapshots(gateway, "data") == ["own", "backup-3"]
+    back_up("3", 0)
+
+    for name, file in (("new", "web@3.snapshot"), ("new-data", "data@2.volume")):
+        restore_variables = {"restore_file": str(directory / file), "restore_name": name}
+        change_count = 2 if name == "new" else 1
+        check_success(
+            playbook_runner.run_documented_play("restore_backup", "--check", **restore_variables), change_count
+        )
+        check_success(playbook_runner.run_documented_play("restore_backup", **restore_variables), change_count)
+        check_success(playbook_runner.run_documented_play("restore_backup", **restore_variables), 0)
+    with gateway.client() as api:
+        assert api.get("/sandboxes/new").json()["state"] == "running"
+    assert gateway.host.files[gateway.engine.volumes.get("new-data").id] == {"color": "blue"}
+
+
+def test_nightly_backups_continue_after_a_failure(
+    playbook_runner: PlaybookRunner, gateway: MemoryGateway, tmp_path: Path
+) -> None:
+    for name in ("web", "db"):
+        create_sandbox(gateway, name, team="blue")
+    create_volume(gateway, "data")
+    (tmp_path / "backups").mkdir()
+    (tmp_path / "backups" / "web@1.snapshot").write_text("not a backup")
+    variables = {"backup_directory": str(tmp_path / "backups"), "backup_stamp": "1", "backup_volumes": "data missing"}
+    run = playbook_runner.run_documented_play("nightly_backups", **variables)
+    check_refusal(run, "There is no backup of web, missing, see the errors above.")
+    names = sorted(path.name for path in (tmp_path / "backups").iterdir())
+    assert names == ["data@1.volume", "db@1.snapshot", "web@1.snapshot"]
+    assert (tmp_path / "backups" / "web@1.snapshot").read_text() == "not a backup"
+
+
+def test_nightly_backups_report_snapshots_that_cannot_be_removed(
+    playbook_runner: PlaybookRunner, gateway: MemoryGateway, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def refuse(*args: Any) -> None:
+        raise InUse("a clone depends on it")
+
+    create_volume(gateway, "data")
+    variables = {"backup_directory": str(tmp_path / "backups"), "backup_volumes": "data", "backup_keep": 1}
+    check_success(playbook_runner.run_documented_play("nightly_backups", backup_stamp="1", **variables), 2)
+    monkeypatch.setattr(gateway.engine.volumes, "delete_snapshot", refuse)
+    run = playbook_runner.run_documented_play("nightly_backups", backup_stamp="2", **variables)
+    check_refusal(
+        run, "Snapshots of earlier backups of these volumes could not be removed: data, see the errors above."
+    )
+    assert [path.name for path in (tmp_path / "backups").iterdir()] == ["data@2.volume"], "old files are removed"
+
+
+def test_backup_playbooks_report_invalid_variables(playbook_runner: PlaybookRunner) -> None:
+    check_refusal(playbook_runner.run("nightly_backups"), "Set backup_directory to an absolute path")
+    invalid_variables = {"backup_directory": "/srv/backups", "backup_stamp": "../1"}
+    check_refusal(playbook_runner.run("nightly_backups", **invalid_variables), "Set backup_directory")
+    check_refusal(playbook_runner.run("restore_backup", restore_file="/file", restore_name="a"), "Set restore_file")
 
 
 # --- roll_back -------------------------------------------------------------------------------------------------------

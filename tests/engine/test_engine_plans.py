@@ -55,11 +55,17 @@ def make_export_task(files: Path, name: str = "portable") -> Task:
     return make_task("sandbox_snapshot", **options)
 
 
+def make_volume_export_task(files: Path, name: str = "volume") -> Task:
+    """Return a task that exports the snapshot ``monday`` of the volume ``spare``."""
+    return make_task("sandbox_volume", name="spare", snapshots=["monday"], export_to=str(files / name))
+
+
 def make_play(url: str, source: Path, files: Path, abilities: Abilities) -> tuple[Task, ...]:
     """Return tasks with all actions on objects that exist, and on others that only the plan contains.
 
     The last task would run in a sandbox that only the plan contains. ``url``: the gateway's URL. ``source``: the
-    directory from which a template is built. ``files``: a directory with an exported snapshot that all users can read.
+    directory from which a template is built. ``files``: a directory with exported snapshots of a sandbox and a volume,
+    which all users can read.
     """
     web = {"name": "web", "from": "rootfs", "path": str(source)}
     prewarm = [
@@ -71,6 +77,10 @@ def make_play(url: str, source: Path, files: Path, abilities: Abilities) -> tupl
         make_export_task(files, "second"),
         make_task("sandbox_snapshot", name="imported", import_from=str(files / "portable")),
         make_task("sandbox_snapshot", name=["portable", "imported"], state="absent"),
+        make_volume_export_task(files),
+        make_volume_export_task(files, "second volume"),
+        make_task("sandbox_volume", name="imported", import_from=str(files / "volume"), size_mb=128),
+        make_task("sandbox_volume", name="imported", state="absent"),
     ]
     return (
         make_task("sandbox_template", **web),
@@ -169,7 +179,7 @@ def test_a_check_mode_run_changes_nothing_on_the_host(
     (tmp_path / "web").mkdir()
     files = tmp_path / "files"
     files.mkdir()
-    transfers = (make_export_task(files),) if world.abilities.transfer else ()
+    transfers = (make_export_task(files), make_volume_export_task(files)) if world.abilities.transfer else ()
     for result in target.play(*SET_UP, *transfers, PAUSE):
         assert result["changed"], target.output
     for file in files.iterdir():

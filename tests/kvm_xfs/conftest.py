@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import shutil
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -28,6 +29,7 @@ class BuiltRootfs:
 def build(recipe: Recipe, directory: Path, cache: Path | None = None) -> BuiltRootfs:
     """Build the root file system of ``recipe`` in ``directory``."""
     rootfs = BuiltRootfs(directory / "rootfs.img", directory / "kernel", directory / "initrd")
+    work_directory = directory / "work"
     asyncio.run(
         build_rootfs(
             recipe,
@@ -36,8 +38,10 @@ def build(recipe: Recipe, directory: Path, cache: Path | None = None) -> BuiltRo
             rootfs.initrd,
             cache_root=cache or directory / "cache",
             log=rootfs.log_lines.append,
+            work_directory=work_directory,
         )
     )
+    shutil.rmtree(work_directory)
     return rootfs
 
 

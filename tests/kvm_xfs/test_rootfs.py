@@ -132,8 +132,9 @@ def test_an_invalid_mirror_is_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize("delay", [0.5, 4])
 async def test_a_cancelled_build_leaves_no_process_mount_or_file(tmp_path: Path, delay: float) -> None:
     output_paths = (tmp_path / name for name in ("rootfs.img", "kernel", "initrd"))
+    directories = {"cache_root": tmp_path / "cache", "work_directory": tmp_path / "work"}
     task = asyncio.ensure_future(
-        build_rootfs(Recipe(packages=["cpp"]), *output_paths, cache_root=tmp_path / "cache", log=lambda line: None)
+        build_rootfs(Recipe(packages=["cpp"]), *output_paths, **directories, log=lambda line: None)
     )
     await asyncio.sleep(delay)
     task.cancel()

@@ -63,6 +63,11 @@ def test_commit_leaves_a_transient_snapshot_unsynced_until_sync(store: Snapshots
     assert scan_store(store) == ([snapshot.id], [])
 
 
+def test_commit_does_not_sync_the_base_of_a_template(store: Snapshots, synced_names: list[str]) -> None:
+    snapshot = commit_snapshot(store, SnapshotKind.BASE)
+    assert synced_names == [] and scan_store(store) == ([snapshot.id], [])
+
+
 @pytest.mark.usefixtures("synced_names")
 def test_sync_of_a_removed_snapshot_does_nothing(store: Snapshots) -> None:
     snapshot = commit_snapshot(store, SnapshotKind.TRANSIENT)

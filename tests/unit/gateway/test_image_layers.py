@@ -241,6 +241,20 @@ async def test_a_program_that_unpacks_more_than_the_check_has_counted_is_killed(
         assert sizes[0] == sizes[1], "the program is still running"
 
 
+async def test_slow_measurements_take_only_a_part_of_the_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(measuring, "_INTERVAL_SECONDS", 0.01)
+    check_count = 0
+
+    async def check() -> None:
+        nonlocal check_count
+        check_count += 1
+        await asyncio.sleep(0.1)
+
+    await run_measured(asyncio.sleep(1.5), check)
+    # Without pauses, there would be at least 10. The last one comes after the program's end.
+    assert 2 <= check_count <= 5
+
+
 def test_a_jail_host_refuses_images() -> None:
     with pytest.raises(Unsupported, match=r"a jail host cannot build templates from images.*use a host with virtual"):
         rootfs.check_recipe(Recipe(source=Source.IMAGE, image="app:1"))

@@ -23,8 +23,12 @@ from ansible_collections.grove.sandbox.plugins.module_utils._failure import Fail
 from ansible_collections.grove.sandbox.plugins.module_utils._plan import Action
 from ansible_collections.grove.sandbox.plugins.module_utils._run import PLAN_KEY
 
+from sandbox_gateway.hosts.base import Log
+from sandbox_gateway.image_references import RegistryLogin
+from sandbox_gateway.recipes import Recipe
+from sandbox_gateway.records import Snapshot
 from tests.api.memory_gateway import MemoryGateway
-from tests.api.memory_host import DependentSnapshotsHost
+from tests.api.memory_host import DependentSnapshotsHost, MemoryHost
 from tests.unit.plugins.test_plans import RESOURCE_KINDS, run_task
 
 _runs = itertools.count()
@@ -447,6 +451,30 @@ def test_secrets_are_compared_but_not_stored(gateway: MemoryGateway, client: Cli
     assert apply_task(client, make_task("correct-horse"), entry)["changed"]
 
 
+def test_a_plan_does_not_contain_the_login_to_a_registry(
+    gateway: MemoryGateway, client: Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    logins: list[RegistryLogin | None] = []
+
+    async def build_base(base: Snapshot, recipe: Recipe, digest: str, log: Log, login: RegistryLogin | None) -> str:
+        logins.append(login)
+        return await MemoryHost.build_base(gateway.host, base, recipe, digest, log)
+
+    def make_task(password: str) -> Task:
+        login = {"registry_username": "reader", "registry_password": password}
+        return ("template", {"name": ["built"], "image": "registry.test/app:1", **login})
+
+    monkeypatch.setattr(gateway.host, "build_base", build_base)
+    (entry,) = make_plan(gateway, make_task("correct-horse"))
+    assert not any(text in json.dumps(entry) for text in ("correct-horse", "reader", "login"))
+    # The password may have been changed since.
+    result = apply_task(client, make_task("battery-staple"), entry)
+    assert result["changed"] and "battery-staple" not in json.dumps(result)
+    assert logins == [RegistryLogin("reader", "battery-staple")]
+    assert not run_task(client, *make_task("another-password"))["changed"], "a login is no part of the recipe"
+    assert run_task(client, "template", {"name": ["built"], "state": "absent"})["changed"]
+
+
 def test_equal_secrets_are_hashed_once(gateway: MemoryGateway, client: Client, monkeypatch: pytest.MonkeyPatch) -> None:
     hashed_texts: list[bytes] = []
     original_hash = hashlib.pbkdf2_hmac
@@ -862,6 +890,7 @@ VOLUME_SNAPSHOT = ("volume", {"name": ["data"], "snapshots": ["v1"]})
 USES_OF_VOLUME_SNAPSHOT = [
     ("volume", {"name": ["data"], "rollback_to": "v1"}),
     ("volume", {"name": ["data"], "snapshots": ["monday"], "purge": True}),
+    ("volume", {"name": ["data"], "absent_snapshots": ["v1"]}),
     ("volume", {"name": ["data"], "state": "absent", "purge": True}),
     ("volume", {"name": ["copy"], "from_snapshot": "data@v1"}),
 ]
@@ -1027,3 +1056,28 @@ def test_an_export_replaces_the_planned_snapshot_and_the_runs_own_exports(
         assert not run_task(client, *make_export("idle", file))["changed"]
         for name in ("new", "late"):
             assert run_task(client, "snapshot", {"name": [name], "state": "absent"})["changed"]
+
+
+def make_volume_export(snapshot: str, file: Path) -> Task:
+    return "volume", {"name": ["data"], "snapshots": [snapshot], "export_to": str(file)}
+
+
+def test_an_export_of_a_volume_replaces_only_the_planned_snapshot_and_those_of_the_run(
+    gateway: MemoryGateway, client: Client, tmp_path: Path
+) -> None:
+    file = tmp_path / "file"
+    assert run_task(client, *make_volume_export("one", file))["changed"]
+    tasks = [make_volume_export("two", file), make_volume_export("three", file)]
+    entries = make_plan(gateway, *tasks)
+    contents = file.read_bytes()
+    other_export = ("volume", {"name": ["cache"], "size_mb": 64, "snapshots": ["late"], "export_to": str(file)})
+    assert run_task(client, *other_export)["changed"]
+    late_id = client.get("/volumes/cache/snapshots")[0]["snapshotID"]
+    result = apply_task(client, tasks[0], *entries)
+    assert result["failure"]["kind"] == "not_planned" and f"{file} now contains snapshot {late_id}" in result["msg"]
+    file.write_bytes(contents)
+    state = make_initial_state()
+    for task in tasks:
+        result = apply_task(client, task, *entries, state=state)
+        assert result["changed"], result.get("msg")
+    assert not run_task(client, *tasks[1])["changed"]

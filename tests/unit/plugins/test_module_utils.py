@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 from ansible_collections.grove.sandbox.plugins.module_utils._client import Address, Client, quote_segment
 from ansible_collections.grove.sandbox.plugins.module_utils._failure import Failure, join_failures
+from ansible_collections.grove.sandbox.plugins.module_utils._module import redact_options
 from ansible_collections.grove.sandbox.plugins.module_utils._plan import (
     Action,
     Change,
@@ -120,9 +121,13 @@ def test_references_are_quoted_in_paths() -> None:
 
 
 def test_secrets_are_masked() -> None:
-    params: dict[str, Any] = {"gateway_token": "0123456789", "env": {"SHORT": "1", "LONG": "very-secret"}}
-    result = mask_secrets({"msg": "0123456789 1 very-secret", "list": ["very-secret!"], "n": 1}, find_secrets(params))
-    assert result == {"msg": f"{MASK} 1 {MASK}", "list": [f"{MASK}!"], "n": 1}
+    env = {"SHORT": "1", "LONG": "very-secret"}
+    params: dict[str, Any] = {"gateway_token": "0123456789", "registry_password": "registry-secret", "env": env}
+    text = "0123456789 1 very-secret registry-secret"
+    result = mask_secrets({"msg": text, "list": ["very-secret!"], "n": 1}, find_secrets(params))
+    assert result == {"msg": f"{MASK} 1 {MASK} {MASK}", "list": [f"{MASK}!"], "n": 1}
+    redacted_options = redact_options({**params, "registry_username": "reader"})
+    assert "secret" not in str(redacted_options) and redacted_options["registry_username"] == "reader"
 
 
 def test_failures_are_joined() -> None:

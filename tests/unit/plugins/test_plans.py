@@ -156,6 +156,7 @@ task_options = {
             "snapshots": st.none() | st.lists(st.sampled_from(["one", "two"]), max_size=2, unique=True),
             "rollback_to": st.sampled_from([None, None, "one"]),
             "force": st.booleans(),
+            "absent_snapshots": st.sampled_from([None, None, ["one"]]),
             "purge": st.booleans(),
             "continue_on_error": st.booleans(),
         }

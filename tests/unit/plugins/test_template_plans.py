@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 from ansible_collections.grove.sandbox.plugins.module_utils import _template
+from ansible_collections.grove.sandbox.plugins.module_utils._failure import Failure
 from ansible_collections.grove.sandbox.plugins.module_utils._plan import Plan, diff, predict
 from ansible_collections.grove.sandbox.plugins.module_utils._shapes import RECIPE_FIELDS, make_template_shape
 
@@ -37,6 +38,26 @@ def test_a_template_of_a_gateway_without_image_support_is_compared() -> None:
     assert make_plan(template).actions == ()
     (action,) = make_plan(template, image="app:1").actions
     assert (action.request["body"]["from"], action.request["body"]["image"]) == ("image", "app:1")
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"image": "registry.test/app:1", "registry_username": "reader"}, "the login .* is incomplete"),
+        ({"image": "registry.test/app:1", "registry_password": "hunter2"}, "the login .* is incomplete"),
+        ({"registry_username": "reader", "registry_password": "hunter2"}, "valid only with image"),
+    ],
+)
+def test_an_incomplete_or_useless_login_is_refused(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(Failure, match=message) as error_info:
+        _template.parse_desired_state(make_parameters(**options))
+    assert "hunter2" not in error_info.value.message
+
+
+def test_empty_variables_are_no_login() -> None:
+    options = {"image": "registry.test/app:1", "registry_username": "", "registry_password": ""}
+    (action,) = make_plan(make_template(), **options).actions
+    assert action.verb == "build" and "login" not in action.request
 
 
 def test_an_outdated_template_is_rebuilt_and_the_diff_shows_why() -> None:

@@ -295,9 +295,23 @@ def snapshot_file(gateway: MemoryGateway, tmp_path_factory: pytest.TempPathFacto
     return path
 
 
+@pytest.fixture(scope="module")
+def volume_file(gateway: MemoryGateway, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """An exported snapshot of a volume that no longer exists in the gateway."""
+    path = tmp_path_factory.mktemp("files") / "volume"
+    client = Client(gateway.unix_url)
+    try:
+        options = {"name": ["source"], "size_mb": 64, "snapshots": ["taken"], "export_to": str(path)}
+        assert run_task(client, "volume", options)["changed"]
+    finally:
+        client.close()
+    gateway.clear()
+    return path
+
+
 @with_and_without_plan
 def test_a_plan_predicts_exports_and_imports(
-    gateway: MemoryGateway, snapshot_file: Path, has_approved_plan: bool
+    gateway: MemoryGateway, snapshot_file: Path, volume_file: Path, has_approved_plan: bool
 ) -> None:
     gateway.clear()
     play: list[PlayTask] = [
@@ -307,10 +321,24 @@ def test_a_plan_predicts_exports_and_imports(
         ("snapshot", {"name": ["u"], "import_from": "existing"}),
         ("fork", {"snapshot": "u", "names": ["c"]}),
         ("snapshot", {"name": ["u"], "export_to": "new"}),
+        ("snapshot", {"name": ["v"], "import_from": "existing volume"}),  # fails, because the file contains a volume
+        ("volume", {"name": ["data"], "snapshots": ["two"], "export_to": "new"}),
+        ("volume", {"name": ["copy"], "import_from": "existing volume", "size_mb": 128}),
+        ("volume", {"name": ["copy"], "import_from": "existing volume"}),
+        ("volume", {"name": ["data"], "import_from": "existing volume"}),  # fails, because it was not imported
+        ("sandbox", {"name": ["b"], "volumes": [{"name": "copy", "path": "/srv/copy"}]}),
+        ("volume", {"name": ["copy"], "snapshots": ["one"], "export_to": "new"}),
     ]
     checks = PlayChecks()
-    checks.check(gateway.unix_url, [], play, has_approved_plan=has_approved_plan, existing_file=snapshot_file)
-    assert checks.tasks == {"changed": 4, "ok": 1, "failed": 1} and checks.partial_count == 0
+    checks.check(
+        gateway.unix_url,
+        [],
+        play,
+        has_approved_plan=has_approved_plan,
+        existing_file=snapshot_file,
+        existing_volume_file=volume_file,
+    )
+    assert checks.tasks == {"changed": 8, "ok": 2, "failed": 3} and checks.partial_count == 0
 
 
 @pytest.mark.parametrize(
@@ -362,7 +390,9 @@ def test_a_refusal_that_is_wrongly_predicted_is_found(
 
 
 @with_and_without_plan
-def test_a_plan_predicts_a_whole_play(gateway: MemoryGateway, snapshot_file: Path, has_approved_plan: bool) -> None:
+def test_a_plan_predicts_a_whole_play(
+    gateway: MemoryGateway, snapshot_file: Path, volume_file: Path, has_approved_plan: bool
+) -> None:
     checks = PlayChecks()
 
     @settings(max_examples=read_play_count(10, long_run_count=1000), deadline=None)
@@ -373,7 +403,14 @@ def test_a_plan_predicts_a_whole_play(gateway: MemoryGateway, snapshot_file: Pat
         with gateway.client() as client:
             if client.get("/templates/base").status_code == 404:  # An earlier play removed it.
                 gateway.build_template("base")
-        checks.check(gateway.unix_url, history, play, has_approved_plan=has_approved_plan, existing_file=snapshot_file)
+        checks.check(
+            gateway.unix_url,
+            history,
+            play,
+            has_approved_plan=has_approved_plan,
+            existing_file=snapshot_file,
+            existing_volume_file=volume_file,
+        )
 
     check_play()
     print(checks)

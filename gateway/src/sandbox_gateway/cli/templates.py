@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 import tomllib
 from pathlib import Path
 from typing import Annotated, Any
@@ -13,6 +14,8 @@ from sandbox_gateway.cli import formats, options, queries, render
 from sandbox_gateway.cli.context import Json, TemplateRef, get_settings
 from sandbox_gateway.cli.failure import ExitCode, Failure
 from sandbox_gateway.cli.snapshots import WhenUnused, delete_objects
+
+_MAX_PASSWORD_BYTES = 64 << 10
 
 app = typer.Typer(
     help="Build templates, from which sandboxes are created.", no_args_is_help=True, rich_markup_mode=None
@@ -55,6 +58,21 @@ def build(
             show_default=False,
         ),
     ] = "",
+    registry_username: Annotated[
+        str,
+        typer.Option(
+            "--registry-username", metavar="NAME", help="User name for the image's registry.", show_default=False
+        ),
+    ] = "",
+    registry_password_file: Annotated[
+        str,
+        typer.Option(
+            "--registry-password-file",
+            metavar="FILE",
+            help="File with the password for the image's registry; - reads it from the standard input.",
+            show_default=False,
+        ),
+    ] = "",
     setup: Annotated[
         list[str] | None,
         typer.Option("--setup", metavar="COMMAND", help="Command to run during the build; repeatable."),
@@ -94,6 +112,8 @@ def build(
         "packages": formats.split_list(packages or []),
         "path": rootfs,
         "image": image,
+        "registryUsername": registry_username,
+        "registryPassword": _read_password(registry_password_file) if registry_password_file else "",
         "setup": setup,
         "startCommand": start_command,
         "readyProbe": ready_probe,
@@ -156,6 +176,33 @@ def _wait_for_build(client: Any, build: dict[str, Any]) -> None:
 
 def _print_template(template: dict[str, Any], as_json: bool) -> None:
     render.print_json(template) if as_json else render.print_templates([template])
+
+
+def _read_password(file: str) -> str:
+    """Return the password in ``file``, or in the standard input if ``file`` is "-". Raises Failure."""
+    source = "the standard input" if file == "-" else file
+    try:
+        if file == "-":
+            data = sys.stdin.buffer.read(_MAX_PASSWORD_BYTES + 1)
+        else:
+            with Path(file).open("rb") as opened_file:
+                data = opened_file.read(_MAX_PASSWORD_BYTES + 1)
+        password = data.decode().removesuffix("\n").removesuffix("\r")
+    except (OSError, UnicodeDecodeError) as error:
+        # The message of a decoding error would contain bytes of the password.
+        reason = "it is not UTF-8 text" if isinstance(error, UnicodeDecodeError) else error.strerror
+        raise Failure(
+            f"the password in {source} cannot be read: {reason}",
+            ExitCode.USAGE,
+            "check the path and the file's permissions",
+        ) from None
+    if not password or len(data) > _MAX_PASSWORD_BYTES or "\n" in password:
+        raise Failure(
+            f"{source} must contain one line with the password, of at most {_MAX_PASSWORD_BYTES >> 10} KiB",
+            ExitCode.USAGE,
+            "write only the password to it",
+        )
+    return password
 
 
 def _read_recipe(file: Path) -> dict[str, Any]:

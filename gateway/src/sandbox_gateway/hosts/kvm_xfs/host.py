@@ -58,6 +58,7 @@ from sandbox_gateway.hosts.kvm_xfs.volumes.kvm_volumes import KvmVolumes
 from sandbox_gateway.hosts.kvm_xfs.volumes.server_pool import ServerPool
 from sandbox_gateway.hosts.network_policy import find_name_servers
 from sandbox_gateway.hosts.os_errors import translated_os_errors
+from sandbox_gateway.hosts.rootfs_common import remove_tree
 from sandbox_gateway.hosts.state_root import create_state_root
 from sandbox_gateway.image_references import RegistryLogin, parse_image_reference
 from sandbox_gateway.log import Logger
@@ -112,6 +113,8 @@ class KvmXfsHost:
             self._layout, quarantine, self._memory_roots, self._snapshots, self._volumes, self._machines
         )
         self._reported_reasons: set[str] = set()
+        self._removals: dict[str, asyncio.Task[None]] = {}
+        """By the id of a template's base: the removal of the trees from which its disk was made."""
         self._background = BackgroundTasks(logger)
 
     # -- the host ---------------------------------------------------------------------------------------------------
@@ -190,6 +193,7 @@ class KvmXfsHost:
     ) -> str:
         partial = self._snapshots.partial_files(base)
         partial.directory.mkdir(mode=0o700)
+        work_directory = partial.directory.with_name(f"{partial.directory.name}-rootfs")
         try:
             start_command = await build_rootfs(
                 recipe,
@@ -199,13 +203,16 @@ class KvmXfsHost:
                 cache_root=self._config.cache_root,
                 log=log,
                 settings=self._config.kvm_xfs,
+                work_directory=work_directory,
                 image_digest=source_digest,
                 login=login,
             )
             await finish_despite_cancellation(asyncio.to_thread(self._snapshots.commit, base))
         except BaseException:
-            await clean_up(logger, asyncio.to_thread(self._snapshots.undo, base))
+            await clean_up(logger, remove_tree(work_directory), asyncio.to_thread(self._snapshots.undo, base))
             raise
+        # The machine boots meanwhile.
+        self._removals[base.id] = self._background.start(remove_tree(work_directory))
         self._machines.platform = await self._probe(self._snapshots.files(base).kernel)
         return start_command
 
@@ -263,6 +270,8 @@ class KvmXfsHost:
             await asyncio.to_thread(self._snapshots.save, snapshot)
 
     async def remove_snapshot(self, snapshot: Snapshot) -> None:
+        if removal := self._removals.pop(snapshot.id, None):
+            await asyncio.wait([removal])
         with translated_os_errors():
             await asyncio.to_thread(self._snapshots.remove, snapshot)
 

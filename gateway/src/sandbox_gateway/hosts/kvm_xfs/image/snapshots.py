@@ -64,10 +64,11 @@ class Snapshots:
     def commit(self, snapshot: Snapshot) -> None:
         """Sync the images of a snapshot, set its ``disk_bytes_unique``, and commit it with its record.
 
-        A transient snapshot is not synced, because forks are waiting for it. Call ``sync`` later.
+        A transient snapshot is not synced, because forks are waiting for it. Call ``sync`` later. Neither is the base
+        of a template, which does not outlive the build.
         """
         partial_files = self.partial_files(snapshot)
-        is_durable = snapshot.kind is not SnapshotKind.TRANSIENT
+        is_durable = snapshot.kind not in (SnapshotKind.TRANSIENT, SnapshotKind.BASE)
         if is_durable:
             commit_protocol.sync_files(_find_existing_images(partial_files))
             sync_image_directory(partial_files)

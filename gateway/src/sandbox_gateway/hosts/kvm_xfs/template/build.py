@@ -8,7 +8,6 @@ to `/etc` leads to the guest's `/etc`.
 from __future__ import annotations
 
 import asyncio
-import secrets
 import shutil
 import sys
 from pathlib import Path
@@ -16,7 +15,6 @@ from pathlib import Path
 from sandbox_gateway.config import KvmXfs
 from sandbox_gateway.errors import Invalid
 from sandbox_gateway.hosts.base import Log
-from sandbox_gateway.hosts.kvm_xfs.commit_protocol import PARTIAL_PREFIX
 from sandbox_gateway.hosts.kvm_xfs.template.debian import unpack_debian
 from sandbox_gateway.hosts.kvm_xfs.template.disk import create_image
 from sandbox_gateway.hosts.kvm_xfs.template.guest_setup import set_up_guest
@@ -47,6 +45,7 @@ async def build_rootfs(
     cache_root: Path,
     log: Log,
     settings: KvmXfs | None = None,
+    work_directory: Path,
     image_digest: str = "",
     login: RegistryLogin | None = None,
     agent: Path | None = None,
@@ -55,13 +54,13 @@ async def build_rootfs(
 
     Returns the start command of the recipe's OCI image; "" if there is none. ``image_digest``: the digest of the OCI
     image in its registry. ``login``: for this registry. ``agent``: directory of the agent's package; default: the agent
-    installed with the gateway. Each file is built in a `.partial-rootfs-*` directory next to ``image`` and then
-    renamed. Raises Invalid if the recipe's tree is unsuitable for a sandbox or does not fit its disk, NoSpace if the
-    host's disk is full, and BackendFailed if a tool fails.
+    installed with the gateway. ``work_directory``: a directory to create on the file system of ``image``. Each file is
+    built there and then renamed. After a successful build, the caller removes it. Raises Invalid if the recipe's tree
+    is unsuitable for a sandbox or does not fit its disk, NoSpace if the host's disk is full, and BackendFailed if a
+    tool fails.
     """
     agent = agent or find_agent_package()
-    work_directory = image.parent / f"{PARTIAL_PREFIX}rootfs-{secrets.token_hex(4)}"
-    work_directory.mkdir(mode=0o700, parents=True)
+    await asyncio.to_thread(work_directory.mkdir, mode=0o700)
     start_command = ""
     try:
         if recipe.source is Source.IMAGE:
@@ -79,10 +78,11 @@ async def build_rootfs(
         await _compile_agent(recipe.source, tree, log)
         await create_image(tree, work_directory / "image", recipe.resources.disk_mb, log)
         await asyncio.to_thread(_move_results, work_directory, boot_files, image, kernel, initrd)
-    except OSError as error:
-        raise to_gateway_error(error, "building the file system") from error
-    finally:
+    except BaseException as error:
         await remove_tree(work_directory)
+        if isinstance(error, OSError):
+            raise to_gateway_error(error, "building the file system") from error
+        raise
     return start_command
 
 

@@ -12,6 +12,7 @@ import secrets
 import shlex
 import shutil
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 from sandbox_gateway.command import read_proxy_settings
@@ -32,8 +33,13 @@ _CREDENTIALS_PATTERN = re.compile(r"://[^/\s\"]*@")
 _build_locks: dict[Path, asyncio.Lock] = {}
 
 
-async def unpack_debian(recipe: Recipe, tree: Path, work_directory: Path, cache_root: Path, log: Log) -> None:
-    """Unpack the Debian tree of a recipe into ``tree``. Builds it first if ``cache_root`` does not contain it."""
+async def unpack_debian(
+    recipe: Recipe, tree: Path, work_directory: Path, cache_root: Path, log: Log, excluded: Sequence[str] = ()
+) -> None:
+    """Unpack the Debian tree of a recipe into ``tree``. Builds it first if ``cache_root`` does not contain it.
+
+    ``excluded``: see ``untar``.
+    """
     mirrors = _list_mirrors(recipe, work_directory)
     packages = _list_packages(recipe)
     options = await read_apt_options()
@@ -47,7 +53,7 @@ async def unpack_debian(recipe: Recipe, tree: Path, work_directory: Path, cache_
             await asyncio.to_thread(_commit_tarball, work_directory / "rootfs.tar", cached_tarball)
     _build_locks.pop(cached_tarball, None)
     log("unpacking the root file system")
-    await untar(cached_tarball, tree)
+    await untar(cached_tarball, tree, excluded)
 
 
 def _list_packages(recipe: Recipe) -> list[str]:

@@ -11,7 +11,7 @@ from sandbox_gateway.hosts.base import Log
 from sandbox_gateway.hosts.kvm_xfs.template.debian import unpack_debian
 from sandbox_gateway.hosts.kvm_xfs.template.image.layers import unpack_layers
 from sandbox_gateway.hosts.kvm_xfs.template.image.registry import copy_image
-from sandbox_gateway.hosts.kvm_xfs.template.image.runtime import START_COMMAND, add_runtime
+from sandbox_gateway.hosts.kvm_xfs.template.image.runtime import START_COMMAND, UNUSED_DEBIAN_FILES, add_runtime
 from sandbox_gateway.hosts.kvm_xfs.template.image.settings import StartSettings, read_start_settings
 from sandbox_gateway.hosts.rootfs_common import remove_tree
 from sandbox_gateway.image_references import ImageReference, RegistryLogin, Transport, parse_image_reference
@@ -69,5 +69,6 @@ class ImageBuilder:
     async def _unpack_debian(self) -> Path:
         directory = self._work_directory / "debian"
         await asyncio.to_thread(directory.mkdir, mode=0o755)
-        await unpack_debian(Recipe(resources=Resources()), directory, self._work_directory, self._cache_root, self._log)
+        recipe = Recipe(resources=Resources())
+        await unpack_debian(recipe, directory, self._work_directory, self._cache_root, self._log, UNUSED_DEBIAN_FILES)
         return directory

@@ -194,7 +194,10 @@ def _parse_header(block: bytes) -> tarfile.TarInfo:
     }
     checked_block = block[:148] + b" " * 8 + block[156:]
     unsigned_sum = sum(checked_block)
-    if numbers["chksum"] not in (unsigned_sum, unsigned_sum - 256 * sum(byte > 127 for byte in checked_block)):
+    # Some old programs add signed bytes, which is checked last because it is slow.
+    if numbers["chksum"] != unsigned_sum and numbers["chksum"] != unsigned_sum - 256 * sum(
+        byte > 127 for byte in checked_block
+    ):
         raise ValueError("bad checksum")
     if numbers["size"] < 0:
         raise ValueError("negative size")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import time
 from collections.abc import Awaitable, Callable, Coroutine
 from pathlib import Path
 from typing import TypeVar
@@ -11,6 +12,8 @@ from typing import TypeVar
 from sandbox_gateway.command import run_async
 
 _INTERVAL_SECONDS = 0.5
+_MAX_MEASURING_SHARE = 0.2
+"""The largest share of the time that measuring may take, because it uses the same disk as the program."""
 _MEASURE_TIMEOUT_SECONDS = 600
 _Result = TypeVar("_Result")
 
@@ -18,10 +21,13 @@ _Result = TypeVar("_Result")
 async def run_measured(program: Coroutine[None, None, _Result], check: Callable[[], Awaitable[None]]) -> _Result:
     """Run a program, and call ``check`` regularly and at the end. If ``check`` raises an error, cancel the program."""
     task = asyncio.ensure_future(program)
+    interval_seconds = _INTERVAL_SECONDS
     try:
         while not task.done():
-            await asyncio.wait([task], timeout=_INTERVAL_SECONDS)
+            await asyncio.wait([task], timeout=interval_seconds)
+            start_time = time.monotonic()
             await check()
+            interval_seconds = max(_INTERVAL_SECONDS, (time.monotonic() - start_time) / _MAX_MEASURING_SHARE)
         return await task
     finally:
         task.cancel()

@@ -27,21 +27,28 @@ _LOADER = f"{PREFIX}/lib/ld.so"
 _PROGRAMS = {"python3": "/usr/bin/python3", "kmod": "/bin/kmod", "ip": "/bin/ip", "resize2fs": "/sbin/resize2fs"}
 """The programs in `/opt/sandbox/bin`, and their paths in the Debian tree."""
 _OWN_PYTHON = "#!/usr/bin/env -S python3 "
+UNUSED_DEBIAN_FILES = (
+    *("./etc/*", "./home/*", "./root/*", "./var/*", "./usr/libexec", "./usr/share"),
+    *("./usr/lib/apt", "./usr/lib/klibc", "./usr/lib/locale", "./usr/lib/systemd", "./usr/lib/udev"),
+    *("./usr/lib/*/gconv", "./usr/lib/*/perl", "./usr/lib/*/perl-base", "./usr/lib/*/security"),
+)
+"""Patterns of files in the Debian tree that ``add_runtime`` does not need."""
 _MOUNT_POINTS = ("/dev", "/proc", "/run", "/sys")
 _PATCH_TIMEOUT_SECONDS = 60
 
 
 async def add_runtime(tree: Path, debian: Path, agent: Path, settings: StartSettings, log: Log) -> tuple[Path, Path]:
-    """Make the tree of an image bootable. ``debian``: the tree of the default recipe, which is changed.
+    """Make the tree of an image bootable. ``debian``: the tree of the default recipe, from which files are moved.
 
-    Returns the paths of the kernel and the initrd. Raises Invalid if the image is unsuitable for a sandbox.
+    Both trees must be on the same file system. Returns the paths of the kernel and the initrd. Raises Invalid if the
+    image is unsuitable for a sandbox.
     """
     guest, source = Tree(tree), Tree(debian)
     await asyncio.to_thread(_check_image, guest)
     log("adding the kernel modules, the init and the agent's Python")
     boot_files = find_boot_files(source)
     await asyncio.to_thread(_prepare_tree, guest, agent, settings)
-    await asyncio.to_thread(_copy_modules, source, guest)
+    await asyncio.to_thread(_move_modules, source, guest)
     await _copy_programs(source, guest)
     return boot_files
 
@@ -89,12 +96,15 @@ def _prepare_tree(guest: Tree, agent: Path, settings: StartSettings) -> None:
     add_user(guest)
 
 
-def _copy_modules(source: Tree, guest: Tree) -> None:
+def _move_modules(source: Tree, guest: Tree) -> None:
     for version in source.list_directory("/lib/modules"):
-        guest.remove(f"/lib/modules/{version}")
-        shutil.copytree(
-            source.resolve(f"/lib/modules/{version}"), guest.resolve(f"/lib/modules/{version}"), symlinks=True
-        )
+        _move_directory(source, guest, f"/lib/modules/{version}", f"/lib/modules/{version}")
+
+
+def _move_directory(source: Tree, guest: Tree, path: str, guest_path: str) -> None:
+    """Move a directory of Debian into an image's tree, where it replaces the entry at ``guest_path``."""
+    guest.remove(guest_path)
+    source.resolve(path).rename(guest.resolve(guest_path, follow=False))
 
 
 async def _copy_programs(source: Tree, guest: Tree) -> None:
@@ -102,9 +112,7 @@ async def _copy_programs(source: Tree, guest: Tree) -> None:
     standard_library = f"{PREFIX}/lib/{python.name}"
     guest.mkdir(f"{PREFIX}/bin")
     guest.mkdir(f"{PREFIX}/lib")
-    await asyncio.to_thread(
-        shutil.copytree, source.resolve(f"/usr/lib/{python.name}"), guest.resolve(standard_library), symlinks=True
-    )
+    await asyncio.to_thread(_move_directory, source, guest, f"/usr/lib/{python.name}", standard_library)
     files = []
     for name, path in _PROGRAMS.items():
         program = source.resolve(path)
@@ -117,19 +125,18 @@ async def _copy_programs(source: Tree, guest: Tree) -> None:
     await asyncio.to_thread(_copy_file, source.resolve(loader), guest.resolve(_LOADER))
     extension_modules = sorted(guest.resolve(f"{standard_library}/lib-dynload").glob("*.so"))
     await _copy_libraries(source, guest, [*files, *extension_modules])
-    for file in files:
-        await _run_patchelf("--set-interpreter", _LOADER, "--force-rpath", "--set-rpath", f"{PREFIX}/lib", file)
+    await _run_patchelf("--set-interpreter", _LOADER, "--force-rpath", "--set-rpath", f"{PREFIX}/lib", *files)
     guest.link(f"{PREFIX}/bin/modprobe", "kmod")
 
 
 async def _copy_libraries(source: Tree, guest: Tree, files: Iterable[Path]) -> None:
     """Copy the libraries that ``files`` need, and those that these libraries need."""
     pending_files = list(files)
-    copied_names = set()
+    copied_names: set[str] = set()
     while pending_files:
-        for name in (await _run_patchelf("--print-needed", pending_files.pop())).split():
-            if name in copied_names or name.startswith("ld-linux"):
-                continue
+        needed_names = {*(await _run_patchelf("--print-needed", *pending_files)).split()} - copied_names
+        pending_files = []
+        for name in sorted(name for name in needed_names if not name.startswith("ld-linux")):
             copied_names.add(name)
             target = guest.resolve(f"{PREFIX}/lib/{name}")
             await asyncio.to_thread(_copy_file, _find_library(source, name), target)
