@@ -66,7 +66,7 @@ def take_inventory() -> Inventory:
 
 
 def wait_for_cleanup(inventory_before: Inventory) -> list[str]:
-    """Wait up to a grace period for leftovers to disappear, and return the remaining ones.
+    """Wait a grace period for leftovers to disappear, and return those that remain.
 
     Removes the run's directory unless mounts, loop devices or processes remain.
     """

@@ -273,7 +273,7 @@ def _check_text(value: Any, location: str) -> None:
 
 def _check_name(value: Any, location: str) -> None:
     if not isinstance(value, str) or not value:
-        raise _create_wrong_value_error(location, "a string that is not empty", value)
+        raise _create_wrong_value_error(location, "a non-empty string", value)
 
 
 def _check_base_name(value: Any, location: str) -> None:

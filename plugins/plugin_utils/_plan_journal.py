@@ -50,7 +50,7 @@ EXTRA_VARIABLE = "grove_sandbox_plan"
 The value is the document, or its JSON text.
 """
 _ENTRY_SUFFIX = ".entry.json"
-_APPLIED_NAME = "applied.json"
+_APPLIED_STATE_NAME = "applied.json"
 _FAILURES_NAME = "failures.json"
 
 OmittedEntry = tuple[dict[str, Any], list[str]]
@@ -82,7 +82,7 @@ def load_applied_plan() -> dict[str, Any] | None:
 
 def _has_begun() -> bool:
     """Return whether a task of this run has already used the plan."""
-    return (make_journal_path() / _APPLIED_NAME).exists()
+    return (make_journal_path() / _APPLIED_STATE_NAME).exists()
 
 
 def _read_variable(value: Any) -> Any:
@@ -215,7 +215,7 @@ def task_approved(plan: dict[str, Any], task_key: dict[str, str]) -> Iterator[di
         with _locked_state() as state:
             _require_same_plan(state, plan)
             if "digest" not in state:
-                _write(_APPLIED_NAME, {**state, "digest": plan["digest"]})
+                _write(_APPLIED_STATE_NAME, {**state, "digest": plan["digest"]})
             option = make_approved_option(plan["entries"], task_key, state)
         yield option
 
@@ -224,7 +224,7 @@ def mark_entry_used(usage: dict[str, Any]) -> None:
     """Record that a task has used an entry. ``usage``: the value of ``_run.PLAN_KEY`` in the task's result."""
     with _locked_state() as state:
         update_state(state, usage)
-        _write(_APPLIED_NAME, state)
+        _write(_APPLIED_STATE_NAME, state)
 
 
 def list_omitted_entries(plan: dict[str, Any]) -> tuple[list[OmittedEntry], list[OmittedEntry]]:
@@ -254,7 +254,7 @@ def _require_same_plan(state: dict[str, Any], plan: dict[str, Any]) -> None:
 @contextlib.contextmanager
 def _locked_state() -> Iterator[dict[str, Any]]:
     """Lock and yield the state of this run, such as the entries that it has used; see ``make_initial_state``."""
-    path = make_journal_path() / _APPLIED_NAME
+    path = make_journal_path() / _APPLIED_STATE_NAME
     with _locked("lock"):
         yield _read(path) if path.exists() else make_initial_state()
 

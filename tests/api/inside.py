@@ -178,7 +178,10 @@ def raw_service(
 
 @contextlib.contextmanager
 def raw_connection(memory_gateway: MemoryGateway, *pieces: bytes, is_local: bool = False) -> Iterator[socket.socket]:
-    """Open a connection to the gateway, and send ``pieces`` unchanged. ``is_local``: connect to its unix socket."""
+    """Open a connection to the gateway, and send ``pieces`` unchanged.
+
+    ``is_local``: whether to connect to the gateway's Unix socket.
+    """
     with socket.socket(socket.AF_UNIX if is_local else socket.AF_INET) as connection:
         connection.settimeout(30)
         connection.connect(str(memory_gateway.socket) if is_local else ("127.0.0.1", memory_gateway.port))

@@ -302,7 +302,7 @@ def test_a_slow_upload_succeeds(target: Target) -> None:
 
 
 def test_the_log_is_not_flooded(target: Target, connection_stack: contextlib.ExitStack) -> None:
-    """Each line reports the connections that were refused within a few seconds."""
+    """The gateway logs one line for all connections that it refused during a period of a few seconds."""
 
     def list_refusals() -> list[int]:
         entries = map(json.loads, filter(None, target.daemon.log.read_text().splitlines()))

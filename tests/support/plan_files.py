@@ -177,7 +177,7 @@ PLAN_FILES = (
         "expiry before creation", "expires_at", _PAST, f"expires_at must be after created_at, not {_PAST!r}"
     ),
     _make_invalid_file("problems", "problems", "x" * 100, f"problems must be a list, not {'x' * 100!r:.80}..."),
-    _make_invalid_file("problem", "problems", [""], "problems[0] must be a string that is not empty, not ''"),
+    _make_invalid_file("problem", "problems", [""], "problems[0] must be a non-empty string, not ''"),
     _make_invalid_file(
         "playbook", "playbooks", ["a/b"], "playbooks[0] must be a file name without a directory, not 'a/b'"
     ),
@@ -188,7 +188,7 @@ PLAN_FILES = (
         "gateway id", "gateways", {"x": "y"}, "the key 'x' of gateways must be 16 hexadecimal digits, not 'x'"
     ),
     _make_invalid_file(
-        "gateway URL", f"gateways/{GATEWAY}", 1, f"gateways[{GATEWAY!r}] must be a string that is not empty, not 1"
+        "gateway URL", f"gateways/{GATEWAY}", 1, f"gateways[{GATEWAY!r}] must be a non-empty string, not 1"
     ),
     _make_invalid_file(
         "unknown gateway",
@@ -197,7 +197,7 @@ PLAN_FILES = (
         f"entries[0].gateway must be one of the keys in gateways, not {GATEWAY!r}",
     ),
     _make_invalid_file("entry", "entries/0", 1, "entries[0] must be an object, not 1"),
-    _make_invalid_file("host", "entries/0/host", None, "entries[0].host must be a string that is not empty, not None"),
+    _make_invalid_file("host", "entries/0/host", None, "entries[0].host must be a non-empty string, not None"),
     _make_invalid_file("task", "entries/0/task", 5, "entries[0].task must be a string, not 5"),
     _make_invalid_file("no task", "entries/0/task", REMOVED, "entries[0].task is missing"),
     _make_invalid_file("key of an entry", "entries/0/extra", 1, "format 3 has no key entries[0].extra"),
@@ -206,7 +206,7 @@ PLAN_FILES = (
         "path",
         "entries/0/reads",
         {"": "x"},
-        "the key '' of entries[0].reads must be a string that is not empty, not ''",
+        "the key '' of entries[0].reads must be a non-empty string, not ''",
     ),
     _make_invalid_file(
         "created id",
@@ -246,7 +246,7 @@ PLAN_FILES = (
         "kind of failure",
         "entries/0/failure/kind",
         "",
-        "entries[0].failure.kind must be a string that is not empty, not ''",
+        "entries[0].failure.kind must be a non-empty string, not ''",
     ),
     _make_invalid_file(
         "message", "entries/0/failure/message", None, "entries[0].failure.message must be a string, not None"

@@ -50,7 +50,7 @@ _ERRORS: dict[Cause, ErrorFactory] = {
 
 def _require_support(function_name: str) -> None:
     if not detect_capabilities().bookmarks:
-        raise NotImplementedError(f"{function_name}: this version of ZFS has no bookmarks")
+        raise NotImplementedError(f"{function_name}: this version of ZFS does not support bookmarks")
 
 
 @accepts_bytes

@@ -67,7 +67,7 @@ def lzc_create(
         options, key_location = split_key_location(options)
     if ds_type == "zvol":
         if not detect_capabilities().volumes:
-            raise NotImplementedError("lzc_create: this version of ZFS has no volumes")
+            raise NotImplementedError("lzc_create: this version of ZFS does not support volumes")
         options = ["-s", "-V", _get_volume_size(target, options), *_remove_option(options, "volsize")]
     elif not mounted and detect_capabilities().create_unmounted:
         options = ["-u", *options]

@@ -37,9 +37,9 @@ _ERRORS: dict[Cause, ErrorFactory] = {
 
 
 def require_encryption(function_name: str) -> None:
-    """Raise NotImplementedError if the installed ZFS has no encryption."""
+    """Raise NotImplementedError if the installed ZFS does not support encryption."""
     if not detect_capabilities().encryption:
-        raise NotImplementedError(f"{function_name}: this version of ZFS has no encryption")
+        raise NotImplementedError(f"{function_name}: this version of ZFS does not support encryption")
 
 
 @accepts_bytes

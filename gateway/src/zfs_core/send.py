@@ -63,7 +63,8 @@ def lzc_send(
     state is then sent. ``flags``: ``embedded_data``, ``large_blocks``, ``compress``, ``raw``.
 
     Raises SnapshotNotFound, SnapshotMismatch, PoolsDiffer, NameInvalid, NameTooLong, UnknownStreamFeature, and
-    StreamIOError if nothing can be written to ``fd``. Raises FeatureNotSupported if this version of ZFS has no flags.
+    StreamIOError if nothing can be written to ``fd``. Raises FeatureNotSupported if this version of ZFS does not
+    support flags.
     Command: ``zfs send [-e] [-L] [-c] [-w] [-i FROMSNAP] SNAPNAME``.
     """
     options = _format_flags(flags)

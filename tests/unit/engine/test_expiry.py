@@ -31,7 +31,7 @@ async def test_a_busy_sandbox_does_not_delay_the_expiry_of_other_sandboxes(tmp_p
 
 
 def expire_timeout(engine: Engine, name: str) -> None:
-    """Let a sandbox's timeout expire now. ``set_timeout`` cannot do this while the sandbox is busy."""
+    """Make a sandbox's timeout expire now. ``set_timeout`` cannot do this while the sandbox is busy."""
     sandbox = engine.sandboxes.get(name)
     engine.index.put(sandbox.model_copy(update={"end_at": now()}))
 

@@ -36,7 +36,7 @@ async def parse_pieces(*pieces: bytes) -> dict[str, Any]:
 @given(object_strategy, st.booleans(), st.integers(1, 7))
 @example({'a"\\b': ["\\", "\n\t\x00", "ä€😀", '"'], "": [{}, [], {"x": [1.5, -2, True, None]}]}, True, 1)
 @example({'a"\\b': ["\\", "\n\t\x00", "ä€😀", '"']}, False, 3)
-def test_valid_json_is_parsed_like_the_standard_library(
+def test_valid_json_is_parsed_as_by_the_standard_library(
     value: dict[str, Any], is_escaped: bool, piece_size: int
 ) -> None:
     data = json.dumps(value, ensure_ascii=is_escaped).encode()

@@ -385,10 +385,10 @@ def test_unsuitable_images_are_refused(tmp_path: Path) -> None:
     check_refusal("is for linux/s390x, but this host runs linux/", architecture="s390x")
     check_refusal("compressed with zstd", media_type="application/vnd.oci.image.layer.v1.tar+zstd")
     check_refusal("unknown media type 'text/plain' of a layer", media_type="text/plain")
-    check_refusal("is not an image of a root file system", lambda index: {"manifests": []})
-    check_refusal("is not an image of a root file system", lambda index: [])
+    check_refusal("is not a container image", lambda index: {"manifests": []})
+    check_refusal("is not a container image", lambda index: [])
     outside_index = {"manifests": [{"digest": "sha256:../../../../etc/passwd"}]}
-    check_refusal("is not an image of a root file system", lambda index: outside_index)
+    check_refusal("is not a container image", lambda index: outside_index)
 
 
 @pytest.mark.parametrize(

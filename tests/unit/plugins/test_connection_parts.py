@@ -29,7 +29,7 @@ from ansible_collections.grove.sandbox.plugins.plugin_utils import _stream
         ({"exitCode": -1, "exited": False}, 255),
     ],
 )
-def test_exit_codes_match_a_shells(end_event: dict[str, Any], code: int) -> None:
+def test_exit_codes_match_those_of_a_shell(end_event: dict[str, Any], code: int) -> None:
     assert _stream._parse_exit_code(end_event) == code
 
 

@@ -145,7 +145,7 @@ def test_a_plan_expires_until_a_run_has_begun_to_apply_it(
 def test_a_plan_that_cannot_be_saved_leaves_the_file_unchanged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path, document = tmp_path / "plan.json", make_document()
     path.write_text("an old plan")
-    with pytest.raises(Failure, match=r"entries\[0\].host must be a string that is not empty, not 3. Report this bug"):
+    with pytest.raises(Failure, match=r"entries\[0\].host must be a non-empty string, not 3. Report this bug"):
         _plan_file.save(str(path), set_value(document, "entries/0/host", 3))
 
     def fail(*_: Any) -> None:

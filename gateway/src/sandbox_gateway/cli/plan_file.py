@@ -47,7 +47,7 @@ def _check_text(value: object) -> str:
 
 def _check_name(value: object) -> str:
     if not isinstance(value, str) or not value:
-        raise ValueError("a string that is not empty")
+        raise ValueError("a non-empty string")
     return value
 
 

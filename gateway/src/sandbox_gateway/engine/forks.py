@@ -95,7 +95,7 @@ class Forks:
         if not (key := spec.idempotency_key):
             yield []
             return
-        async with self._context.locks.held(f"idempotency key {key}", "the request with this idempotency key"):
+        async with self._context.locks.held(f"idempotency key {key}", "the idempotency key"):
             yield [*sort_oldest_first(each for each in self._index.sandboxes.values() if each.idempotency_key == key)]
 
     def _check_spec(self, spec: ForkSpec) -> None:

@@ -32,7 +32,7 @@ from sandbox_gateway.tasks import clean_up, finish_despite_cancellation
 
 log = Logger("jail_zfs")
 
-_ZEROS_BYTES = 1 << 20
+_MAX_ZERO_CHUNK_BYTES = 1 << 20
 _PIPE_SECONDS = 60
 
 
@@ -183,7 +183,7 @@ class ReceivingTarget:
     def _write_zeros(self, end: int) -> None:
         """Write the bytes up to ``end`` that the file omits because they are zero."""
         while self._position < end:
-            self._write_next(bytes(min(end - self._position, _ZEROS_BYTES)))
+            self._write_next(bytes(min(end - self._position, _MAX_ZERO_CHUNK_BYTES)))
 
     def _write_next(self, data: bytes) -> None:
         self._position += len(data)

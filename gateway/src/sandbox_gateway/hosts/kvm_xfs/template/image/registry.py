@@ -163,9 +163,7 @@ def read_layout(work_directory: Path, image: ImageReference) -> CopiedImage:
         paths = [_build_blob_path(layer["digest"]) for layer in manifest["layers"]]
         media_types = [str(layer["mediaType"]) for layer in manifest["layers"]]
     except (KeyError, TypeError, ValueError, OSError, RecursionError):
-        raise Invalid(
-            f"{image} is not an image of a root file system: use an image in the OCI or Docker format"
-        ) from None
+        raise Invalid(f"{image} is not a container image: use an image in the OCI or Docker format") from None
     if len(paths) > _MAX_LAYERS:
         raise Invalid(f"the image {image} has {len(paths)} layers: build it with at most {_MAX_LAYERS}")
     if any("zstd" in media_type for media_type in media_types):
