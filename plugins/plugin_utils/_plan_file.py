@@ -200,7 +200,7 @@ def _read_file(path: str) -> tuple[_Version, bytes]:
         ) from None
     if len(data) > _MAX_FILE_BYTES:
         raise Failure(
-            f"the plan {path!r} is longer than {_MAX_FILE_BYTES} bytes, so it is not a plan. {_NEW_PLAN_HINT}"
+            f"the file {path!r} is longer than {_MAX_FILE_BYTES} bytes, so it cannot be a plan. {_NEW_PLAN_HINT}"
         )
     return _make_version(status), data
 

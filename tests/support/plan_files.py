@@ -52,7 +52,7 @@ def sign(document: dict[str, Any]) -> bytes:
 
 @dataclass(frozen=True)
 class PlanFile:
-    """``sentence``: why the file cannot be applied, with PLAN in place of the file; "" if it can be applied."""
+    """``sentence``: why the file cannot be applied, with PLAN or FILE in place of the file; "" if it can be applied."""
 
     name: str
     content: Callable[[], bytes]
@@ -63,7 +63,7 @@ class PlanFile:
     def write(self, path: Path) -> str:
         """Write the file, and return its sentence."""
         path.write_bytes(self.content())
-        return self.sentence.replace("PLAN", f"the plan {str(path)!r}")
+        return self.sentence.replace("PLAN", f"the plan {str(path)!r}").replace("FILE", f"the file {str(path)!r}")
 
 
 NOT_JSON = "PLAN is truncated, or it is not JSON"
@@ -157,7 +157,7 @@ PLAN_FILES = (
     PlanFile(
         "too large",
         lambda: b" " * ((64 << 20) + 1),
-        f"PLAN is longer than {64 << 20} bytes, so it is not a plan",
+        f"FILE is longer than {64 << 20} bytes, so it cannot be a plan",
     ),
     _make_invalid_file(
         "too deep", f"{_ACTION}/request", {"x": _make_nested_list(60)}, "it is nested more than 40 levels deep"

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib
+import re
 import tomllib
 from typing import Any
 
@@ -41,3 +43,14 @@ def test_contract_ids_are_unique() -> None:
     data = tomllib.loads((REPOSITORY / "tests" / "lint" / "imports.toml").read_text())["tool"]["importlinter"]
     contract_ids = [each["id"] for each in data["contracts"]]
     assert len(contract_ids) == len(set(contract_ids)) >= 6
+
+
+@pytest.mark.parametrize("kind", ["jail_zfs", "kvm_xfs"])
+def test_the_docstring_of_a_host_kind_lists_the_layers(kind: str) -> None:
+    data = tomllib.loads((REPOSITORY / "tests" / "lint" / "imports.toml").read_text())["tool"]["importlinter"]
+    (contract,) = [each for each in data["contracts"] if each["id"] == kind]
+    docstring = importlib.import_module(f"sandbox_gateway.hosts.{kind}").__doc__ or ""
+    (layers,) = [block for block in re.split(r"\n\n", docstring) if block.startswith("    host\n")]
+    assert layers.replace(", ", " | ").split() == " ".join(contract["layers"]).split()
+    described = re.findall(r"^    (\w+)  +\S", docstring, re.MULTILINE) + re.findall(r"``(\w+)``", docstring)
+    assert {*re.findall(r"\w+", " ".join(contract["layers"]))} <= {*described}

@@ -248,9 +248,7 @@ class Limits(_Section):
         1000, ge=1, description="Maximum number of concurrent requests and WebSockets to one sandbox."
     )
     lock_seconds: float = Field(60, gt=0, description="How long a request waits for a busy sandbox, in seconds.")
-    timeout_seconds: int = Field(
-        0, ge=0, description="Lifetime of a sandbox that is created without a timeout, in seconds. 0: no limit."
-    )
+    timeout_seconds: int = Field(0, ge=0, description="Default timeout of a new sandbox, in seconds. 0: no limit.")
     builds: int = Field(1, ge=1, le=16, description="Maximum number of templates that are built at the same time.")
     transfers: int = Field(
         2,

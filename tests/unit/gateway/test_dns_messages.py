@@ -46,7 +46,7 @@ def test_a_damaged_query_is_parsed_or_ignored(index: int, byte: int) -> None:
         encode_reply(query, dns.rcode.NOERROR, [ipaddress.IPv4Address("1.1.1.1")], 60)
 
 
-def test_other_messages_are_not_queries() -> None:
+def test_unsupported_messages_are_ignored() -> None:
     response = dns.message.make_response(dns.message.from_wire(QUERY)).to_wire()
     update_message = dns.message.make_query("api.example.com", "SOA")
     update_message.set_opcode(dns.opcode.UPDATE)

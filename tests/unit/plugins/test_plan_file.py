@@ -258,7 +258,7 @@ def test_missing_and_unreadable_files_are_refused(tmp_path: Path, monkeypatch: p
     path = tmp_path / "plan.json"
     _plan_file.save(str(path), make_document())
     monkeypatch.setattr(_plan_file, "_MAX_FILE_BYTES", path.stat().st_size - 1)
-    with pytest.raises(Failure, match=r"bytes, so it is not a plan"):
+    with pytest.raises(Failure, match=r"bytes, so it cannot be a plan"):
         _plan_file.load(str(path))
 
 

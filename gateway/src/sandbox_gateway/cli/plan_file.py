@@ -282,7 +282,7 @@ def _read(path: Path) -> bytes:
         ) from None
     if len(content) > MAX_FILE_BYTES:
         raise Failure(
-            f"the plan {str(path)!r} is longer than {MAX_FILE_BYTES} bytes, so it is not a plan",
+            f"the file {str(path)!r} is longer than {MAX_FILE_BYTES} bytes, so it cannot be a plan",
             ExitCode.USAGE,
             "check the path",
         )

@@ -17,10 +17,13 @@ groups each group uses.
       ``machine_lifecycle`` that starts machines.
 * The two primitives: ``machine_lifecycle`` forks a machine from a snapshot, and ``captures`` takes a snapshot.
   ``start_slots`` orders the starts, ``boot_failure`` explains a failed one.
-* Operations on volumes, and inside running sandboxes: ``volumes``, ``attachments``, ``commands``.
+* Operations that do not need the primitives: ``volumes``, ``attachments``; ``commands`` inside running sandboxes; the
+  package ``transfer`` exports and imports snapshots and volumes; ``build_files`` stores the files that steps of a
+  template copy.
 * Operations that are built on the primitives: ``snapshots`` and ``lineage``, ``forks``, ``sandboxes``, ``templates``.
   Their steps: ``spec``, ``fork_plan``, ``mount_plan``, ``mount_paths``, ``timeouts``, ``replacement``,
-  ``template_builder``, ``builds``, ``image_steps``; ``build_files`` stores the files that they copy.
-* Work that no request triggers: ``loads`` measures sandboxes; ``recovery`` runs at start-up; ``expiry`` and
-  ``retention``.
+  ``template_builder``, ``builds``, ``image_steps``; ``retention`` selects the snapshots that a new one replaces.
+* Work that no request triggers: ``loads`` measures sandboxes; ``recovery`` runs at start-up; ``expiry``.
+
+The package ``plans`` opens plan sessions for check mode. Each session is a second engine over a host without machines.
 """

@@ -1,4 +1,7 @@
-"""Take snapshots of running sandboxes, as described in "A capture, step by step" in docs/design.md."""
+"""Take snapshots of running sandboxes.
+
+"A capture, step by step" describes the steps, for virtual machines in docs/design.md and for jails in docs/jail_zfs.md.
+"""
 
 from __future__ import annotations
 

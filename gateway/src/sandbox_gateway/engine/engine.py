@@ -75,16 +75,16 @@ class Engine:
         self.machines = machines = MachineLifecycle(context, locking, agents, prewarm)
         captures = Captures(context, locking, agents, removal, room)
 
-        # Operations on volumes, and inside running sandboxes. They do not need the primitives.
+        # Operations that do not need the primitives.
         self.volumes = Volumes(context, locking, references, collector, removal)
         self.attachments = attachments = Attachments(context, locking, agents, collector)
         self.commands = Commands(context, locking, agents)
+        self.transfers = transfers = Transfers(context, collector, room)
+        self.build_files = build_files = BuildFiles(context, room, transfers)
 
         # Operations that are built on the primitives.
         mount_planner = MountPlanner(context, locking, collector)
         replacement = Replacement(context, locking, collector, removal, machines)
-        self.transfers = transfers = Transfers(context, collector, room)
-        self.build_files = build_files = BuildFiles(context, room, transfers)
         builder = TemplateBuilder(context, agents, machines, captures, room, build_files, collector)
         self.snapshots = snapshots = Snapshots(context, locking, references, collector, removal, captures, prewarm)
         self.forks = Forks(context, locking, references, collector, mount_planner, machines, captures, room)

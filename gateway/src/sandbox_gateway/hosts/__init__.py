@@ -10,10 +10,12 @@
     volumes                           volumes                               volumes, jail.mounts, jail.suspension
     root file system of a template    template                              jail.rootfs
     lock of the host's state          host_lock                             storage.host_lock
+    export and import                 transfer, part_files                  transfer, storage.snapshot_streams
     scan at start-up                  recovery                              recovery
     free memory of the host           host_memory                           host_memory
 
 Both kinds share ``state_root`` (its creation), ``rootfs_common`` and ``guest_digest`` (templates), ``network_policy``
-(egress rules, name servers), ``tree_removal``, ``os_errors`` (errors for callers), and ``connect``, which the engine
-and the API also use to open connections to agents.
+(egress rules, name servers), ``import_check`` and ``positional_writes`` (imports), ``threads`` (blocking work),
+``tree_removal``, ``os_errors`` (errors for callers), and ``connect``, which the engine and the API also use to open
+connections to agents.
 """

@@ -89,7 +89,7 @@ async def start(ref: Ref, build: str, body: requests.BuildFromImage, engine: Eng
     status_code=201,
     summary="Return a URL for the upload of a step's files (E2B). Needs the scope admin",
 )
-async def sign_file(request: Request, ref: Ref, digest: Digest, engine: EngineDep) -> shapes.FileUpload:
+async def create_upload_url(request: Request, ref: Ref, digest: Digest, engine: EngineDep) -> shapes.FileUpload:
     """Return whether the files are stored, and a URL to which they can be uploaded within an hour, without a key."""
     _refuse_in_plan(request)
     engine.templates.require_known_template(ref)

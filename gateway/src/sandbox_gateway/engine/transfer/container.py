@@ -275,7 +275,10 @@ class Decoder:
         return Chunk(part, offset, data)
 
     def _decompress(self, frame: bytes, length: int) -> bytes:
-        """Decompress one frame of exactly ``length`` bytes. The frame's own size determines how much is allocated."""
+        """Decompress one frame whose content must be exactly ``length`` bytes long.
+
+        Checks the frame's header first, because the decompressor allocates as much memory as the header states.
+        """
         try:
             parameters = zstandard.get_frame_parameters(frame)
             if parameters.content_size != length or parameters.window_size > CHUNK_BYTES:

@@ -2,6 +2,7 @@
 
 ``host`` implements ``hosts.base`` with these modules:
 
+    transfer            exports and imports snapshots and volumes as ZFS streams
     recovery            scans at start-up and adopts running jails
     runner              starts and stops a jail with its network, mounts and limits; changes its network policy
     machine_register    lists the running machines and reserves their addresses
@@ -11,6 +12,7 @@
     volumes             creates, captures and attaches volumes, and suspends jails during a capture that is not
                         atomic, using ``storage``, ``jail.mounts`` and ``jail.suspension``
     retries             retries the removal of file systems that are in use
+    disk_usage          measures the disk space of sandboxes and snapshots
     host_memory         reads the host's free memory
     commands            runs FreeBSD's commands
 
@@ -21,10 +23,11 @@ A module imports only modules below it in this list (tests/lint/imports.toml). `
 ``commands``.
 
     host
+    transfer
     recovery, watcher
     runner
     disks, volumes
     machine_register, retries
-    host_memory, jail, network, storage
+    disk_usage, host_memory, jail, network, storage
     commands
 """

@@ -4,6 +4,7 @@
 
     recovery          scans at start-up, adopts running machines and removes orphaned files
     capture           captures the disk of a running machine, and its memory
+    transfer          exports and imports the files of snapshots
     machines          starts, adopts, limits and stops machines
     record_files      reads and writes the record in the directory of each object
     commit_protocol   creates and removes directories of objects, so that a crash leaves no partial objects
@@ -12,7 +13,8 @@
     host_memory       reads the host's free memory
     cgroup            limits the resources of machines and volume servers
     bounded_log       keeps the output of machines and volume servers
-    threads           runs blocking work
+    part_files        reads the files that an export contains
+    process_checks    identifies processes that an earlier gateway started
 
 Packages: ``image`` (files on disk), ``qemu`` (one machine), ``memory`` (pages of its memory), ``network`` (slots),
 ``volumes`` (volumes and their servers), ``template`` (disks of templates).
@@ -20,12 +22,13 @@ Packages: ``image`` (files on disk), ``qemu`` (one machine), ``memory`` (pages o
 A module imports only modules below it in this list (tests/lint/imports.toml):
 
     host
-    capture, recovery, template
+    capture, recovery, template, transfer
     machines, memory
     qemu, volumes
+    part_files
     image, network
     quarantine, record_files
-    all other modules
+    bounded_log, cgroup, commit_protocol, host_lock, host_memory, process_checks
 
 ``qemu`` imports ``network`` to start processes in the network namespace of a slot. ``template`` imports it because the
 addresses of the guest are part of every template.

@@ -1,8 +1,8 @@
 """Implement the interface of hosts.base with virtual machines on reflinked files.
 
-Other modules do the work: `recovery` scans at start-up, `machines` and `qemu` run machines, `memory` captures them,
-`network` provides slots, `image` stores disks, `template` builds disks from recipes, `volumes` serves volumes. A
-capture combines several of them.
+Other modules do the work: `recovery` scans at start-up, `machines` and `qemu` run machines, `capture` captures
+them, with the pages that `memory` lists, `network` provides slots, `image` stores disks, `template` builds disks from
+recipes, `volumes` serves volumes.
 """
 
 from __future__ import annotations

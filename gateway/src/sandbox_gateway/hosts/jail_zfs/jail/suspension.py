@@ -1,4 +1,4 @@
-"""Suspend jails while their mounts change, and resume them, even after a crash of the gateway."""
+"""Suspend jails while their volumes change or are captured, and resume them, even after a crash of the gateway."""
 
 from __future__ import annotations
 
@@ -57,4 +57,4 @@ class JailSuspension:
         """Resume jails that are still suspended after a crash. Returns a sentence for each."""
         names = [path.name for path in self._stopped_directory.iterdir()] if self._stopped_directory.is_dir() else []
         await self._resume(names)
-        return [f"resumed the jail {name}, which had been suspended to change its volumes" for name in names]
+        return [f"resumed the jail {name}, which had been suspended to change or capture its volumes" for name in names]

@@ -11,6 +11,8 @@
 ``volume_datasets`` keeps track of the datasets that a volume has had: each rollback adds one. The scan modules
 only interpret properties, and ``marks`` collects the problems that they find.
 
+``snapshot_streams`` and ``volume_streams`` send snapshots and volumes as streams, and receive them.
+
 Sandboxes and volumes share several modules: ``dataset_tree`` destroys or retires datasets, ``snapshot_names`` maps ids
 to full names, ``snapshot_removal`` destroys or hides snapshots, and ``property_codec`` and ``property_store`` keep
 records in user properties. ``secret_files`` keeps the environments of sandboxes in files. ``root`` manages the root
