@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from ansible_collections.grove.sandbox.plugins.module_utils._client import Client
 
 _MAGIC = b"\x89GROVE-SNAPSHOT\r\n\x1a\n"
-_VERSION = 1
+_NEWEST_VERSION = 2
 _RECORD = struct.Struct(">cI")
 _PREFIX_BYTES = len(_MAGIC) + 2
 _HEAD_BYTES = 32 + 64
@@ -102,10 +102,10 @@ def _read(path: str, file: BinaryIO) -> SnapshotFile:
         raise Failure(f"{path} is not a snapshot file: choose another path, or remove the file first")
     version = int.from_bytes(prefix[len(_MAGIC) : _PREFIX_BYTES], "big")
     kind, length = _RECORD.unpack_from(prefix, _PREFIX_BYTES)
-    if version != _VERSION:
+    if not 1 <= version <= _NEWEST_VERSION:
         raise Failure(
-            f"{path} has format version {version}, but this release of the collection reads version {_VERSION}: "
-            "upgrade the collection",
+            f"{path} has format version {version}, but this release of the collection reads only versions up to "
+            f"{_NEWEST_VERSION}: upgrade the collection",
             "unsupported",
         )
     contents = file.read(length) if _HEAD_BYTES < length <= _HEAD_BYTES + _MAX_MANIFEST_BYTES else b""

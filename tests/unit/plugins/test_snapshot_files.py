@@ -13,6 +13,7 @@ from ansible_collections.grove.sandbox.plugins.module_utils._snapshot_files impo
     read_snapshot_file,
 )
 
+from sandbox_gateway.engine.transfer import container
 from tests.unit.engine.test_snapshot_files import EDGES, FILE, make_file
 
 OTHER_FILE = make_file(snapshot_id="fedcba987654")[0]
@@ -35,6 +36,13 @@ def test_a_file_of_a_gateway_is_recognized(path: Path) -> None:
     assert read_snapshot_file(f"{path}.missing") is None and read_head(f"{path}.missing") == []
 
 
+def test_files_of_all_versions_are_recognized(path: Path) -> None:
+    for version in range(1, container.VERSION + 1):
+        path.write_bytes(FILE[:19] + version.to_bytes(2, "big") + FILE[21:])
+        file = read_snapshot_file(str(path))
+        assert file is not None and file.snapshot_id == "0123456789ab"
+
+
 def test_a_file_that_was_cut_off_is_not_complete(path: Path) -> None:
     for size in (EDGES[1], EDGES[-2], len(FILE) - 1):
         path.write_bytes(FILE[:size])
@@ -48,7 +56,8 @@ def test_a_file_that_was_cut_off_is_not_complete(path: Path) -> None:
         (b"", "is not a snapshot file"),
         (b"important", "is not a snapshot file"),
         (FILE[:22], "is not a snapshot file"),
-        (FILE[:19] + b"\0\2" + FILE[21:], "has format version 2"),
+        (FILE[:19] + b"\0\0" + FILE[21:], "has format version 0"),
+        (FILE[:19] + (container.VERSION + 1).to_bytes(2, "big") + FILE[21:], "has format version 3"),
         (FILE[: EDGES[1] - 1], "is damaged"),
         (FILE[:22] + b"\xff\xff\xff\xff" + FILE[26:], "is damaged"),
         (FILE.replace(b'"sizes"', b'"sides"', 1), "is damaged"),
