@@ -121,7 +121,7 @@ def prepare_tree(subject: Subject, directory: Path) -> None:
     shutil.rmtree(directory, ignore_errors=True)
     collection_directory = directory / COLLECTION_PATH
     collection_directory.mkdir(parents=True)
-    for package in ("sandbox_gateway", "sandbox_agent"):
+    for package in ("sandbox_gateway", "sandbox_agent", "zfs_core"):
         shutil.copytree(REPOSITORY / "gateway/src" / package, directory / "src" / package)
     shutil.copytree(REPOSITORY / "plugins", collection_directory / "plugins")
     for name in ("docs", "plugins", "tests"):

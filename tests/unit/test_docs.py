@@ -551,6 +551,13 @@ def test_the_overview_of_the_engine_lists_every_module() -> None:
     assert set(re.findall(r"``(\w+)``", overview)) == module_names
 
 
+def test_the_readme_names_the_replaced_commands() -> None:
+    commands = {path.name for path in (REPOSITORY / "tests/freebsd_shim/bin").iterdir()} - {"freebsd-shim"}
+    readme = (REPOSITORY / "README.md").read_text()
+    (listed,) = re.findall(r"FreeBSD's commands \(([^)]*)\)", readme)
+    assert set(re.findall(r"`(\w+)`", listed)) == commands
+
+
 def list_tests(path: Path) -> set[str]:
     return set(re.findall(r"^ *(?:async )?def (test_\w+)\(", path.read_text(), re.MULTILINE))
 

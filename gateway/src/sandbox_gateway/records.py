@@ -416,7 +416,7 @@ class Snapshot(_Record):
     """
     recipe: dict[str, Any] = Field(default_factory=dict)
     start: StartCommand | None = None
-    """What the build of a template started. None if an older release built it: see ``recipe``."""
+    """The start command of a template's build. None if an older release built the template: see ``recipe``."""
     imported: ImportOrigin | None = None
     """Where it came from, if it was imported from a file."""
     host: dict[str, Any] = Field(default_factory=dict)

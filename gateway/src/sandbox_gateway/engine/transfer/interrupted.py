@@ -1,7 +1,7 @@
-"""Keep what has arrived of an interrupted import, so that it can be continued with the rest of the stream.
+"""Keep the received part of an interrupted import, so that another import can continue with the rest of the stream.
 
-What is kept is not a snapshot, and nothing but the next import of the same snapshot uses it. It is removed after a
-while, and at the next start of the gateway.
+A partial import is not a snapshot. Only the next import of the same snapshot uses it. It is removed after a while, and
+when the gateway starts.
 """
 
 from __future__ import annotations
