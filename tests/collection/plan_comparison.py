@@ -253,7 +253,7 @@ def _split_at_ids(text: str) -> list[str]:
 
 def read_state(client: Client) -> State:
     """Return all objects that the gateway shows, without secrets. In equal states, the objects have the same order."""
-    sandboxes = sorted(client.list_all("/sandboxes"), key=lambda each: each["name"])
+    sandboxes = _sort_by_name(client.list_all("/sandboxes"), "name")
     snapshots = [client.get(f"/snapshots/{each['snapshotID']}") for each in client.list_all("/snapshots")]
     volumes = sorted(client.list_all("/volumes"), key=lambda each: each["name"])
     for snapshot in snapshots:
@@ -275,5 +275,5 @@ def read_state(client: Client) -> State:
 
 
 def _sort_by_name(objects: Iterable[dict[str, Any]], key: str) -> list[dict[str, Any]]:
-    """Sort objects by name. Objects without a name stay in the order of their creation."""
+    """Sort objects by name. Objects that have no name, or are named by an id, stay in the order of their creation."""
     return sorted(objects, key=lambda each: "" if ID_PATTERN.fullmatch(str(each[key])) else each[key])

@@ -25,7 +25,7 @@ from sandbox_gateway.recipes import Recipe
 from sandbox_gateway.records import Sandbox, Snapshot
 from tests.api.memory_gateway import MemoryGateway
 from tests.api.memory_host import MemoryHost
-from tests.collection.plays import Node, PlayChecks, PlayTask, make_plays, make_tasks, read_play_count, run_task
+from tests.collection.plays import BY_ID, Node, PlayChecks, PlayTask, make_plays, make_tasks, read_play_count, run_task
 
 tasks = make_tasks(with_templates=True, with_files=True)
 with_and_without_plan = pytest.mark.parametrize(
@@ -387,6 +387,20 @@ def test_a_refusal_that_is_wrongly_predicted_is_found(
     monkeypatch.setattr(PlannedHost, method, refuse)
     with pytest.raises(AssertionError, match="only the plan session refuses this"):
         PlayChecks().check(gateway.unix_url, [], [task])
+
+
+@with_and_without_plan
+def test_a_sandbox_can_be_named_by_the_id_of_a_removed_one(gateway: MemoryGateway, has_approved_plan: bool) -> None:
+    gateway.clear()
+    play: list[PlayTask] = [
+        ("fork", {"snapshot": "base", "name_prefix": "ci", "count": 2}),
+        ("fork", {"snapshot": "base", "names": ["ci-1"], "state": "absent", "exact": True}),
+        ("sandbox", {"name": ["ci-2"], "template": "base", BY_ID: True}),
+        ("sandbox", {"name": ["ci-3"], "template": "base"}),
+    ]
+    checks = PlayChecks()
+    checks.check(gateway.unix_url, [], play, has_approved_plan=has_approved_plan)
+    assert checks.partial_count == 0
 
 
 @with_and_without_plan
