@@ -562,7 +562,7 @@ def test_a_task_that_fails_before_its_action_makes_the_plan_incomplete(
     ]
     environment = {
         **ENABLED_CALLBACKS,
-        **ansible_core_versions.select_release(core),
+        **ansible_core_versions.build_release_environment(core),
         "GROVE_SANDBOX_PLAN_FILE": str(plan_path),
     }
     play = {"tasks": [{"ignore_errors": True, **task} for task in tasks]}

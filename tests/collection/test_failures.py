@@ -54,7 +54,7 @@ def test_unusable_gateways_are_reported(tmp_path: Path, faulty_gateway: FaultyGa
         keywords=keywords,
     )
     check_failure(predicted, "too_old", "0.0.9", "0.1.0 or newer")
-    check_failure(actual, "too_old", "0.0.9", "0.1.0 or newer", "role grove.sandbox.gateway")
+    check_failure(actual, "too_old", "0.0.9", "0.1.0 or newer", "the grove.sandbox.gateway role")
     assert not actual["changed"] and not faulty_gateway.list_objects("sandboxes")
 
 

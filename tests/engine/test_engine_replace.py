@@ -181,7 +181,7 @@ def test_a_sandbox_whose_machine_stops_unexpectedly_can_be_resumed_from_its_disk
     runner.shell(source, "echo kept >/root/kept && sync")
     runner.shell(source, f"(sleep 0.2; {world.halt_command}) >/dev/null 2>&1 &")
     wait_until(lambda: runner.get_sandbox(source).state is SandboxState.PAUSED)
-    assert "ended" in runner.get_sandbox(source).state_reason
+    assert "stopped" in runner.get_sandbox(source).state_reason
     runner.do(runner.engine.sandboxes.resume(source))
     assert runner.shell(source, "cat /root/kept").strip() == "kept"
 
