@@ -390,6 +390,19 @@ def test_a_refusal_that_is_wrongly_predicted_is_found(
 
 
 @with_and_without_plan
+def test_an_uncertain_failure_can_have_a_different_reason(gateway: MemoryGateway, has_approved_plan: bool) -> None:
+    """The exported file does not exist in check mode, and contains a sandbox instead of a volume in the run."""
+    gateway.clear()
+    play: list[PlayTask] = [
+        ("snapshot", {"name": ["t"], "sandbox": ["a"], "export_to": "new"}),
+        ("volume", {"name": ["copy"], "import_from": "exported"}),
+    ]
+    checks = PlayChecks()
+    checks.check(gateway.unix_url, [], play, has_approved_plan=has_approved_plan)
+    assert checks.tasks == {"changed": 1, "failed": 1}
+
+
+@with_and_without_plan
 def test_a_sandbox_can_be_named_by_the_id_of_a_removed_one(gateway: MemoryGateway, has_approved_plan: bool) -> None:
     gateway.clear()
     play: list[PlayTask] = [
