@@ -89,7 +89,8 @@ _include: Task = {"ansible.builtin.include_tasks": _INCLUDED_FILE}
 # Together with the included tasks, at most twelve.
 playbooks = st.builds(
     lambda first, failing, rescue, last: [
-        _CHANGING_TASK,
+        # It fails on the second host of a play with `serial`, if the first host has removed the sandbox.
+        {**_CHANGING_TASK, "ignore_errors": True},
         *make_ansible_nodes(first),
         {"block": [failing], "rescue": [rescue]},
         _include,
