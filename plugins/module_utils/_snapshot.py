@@ -36,12 +36,13 @@ from ansible_collections.grove.sandbox.plugins.module_utils._shapes import (
 from ansible_collections.grove.sandbox.plugins.module_utils._snapshot_files import (
     PRIVATE_MODE,
     SnapshotFile,
-    make_private,
-    new_file_opened,
+    export_to_file,
+    find_origin_conflict,
+    import_from_file,
     observe_file,
-    read_head,
-    read_pieces,
-    require_writable_directory,
+    protect_file,
+    require_complete_file,
+    require_writable_file,
 )
 
 if TYPE_CHECKING:
@@ -344,13 +345,7 @@ def _is_exported(snapshot: Mapping[str, Any], file: SnapshotFile) -> bool:
 
 
 def _plan_import(want: DesiredState, have: CurrentState, name: str) -> Action:
-    file = have.file
-    if file is None:
-        # Plan sessions contain no files, so check mode does not know what earlier tasks write.
-        with failures_conditional(f"only if no earlier task of the run writes {want.import_from}"):
-            raise Failure(f"{want.import_from} does not exist: correct import_from, or copy the file to this host")
-    if not file.is_complete:
-        raise Failure(f"{want.import_from} is not complete: copy it again, or export the snapshot again")
+    file = require_complete_file(have.file, want.import_from)
     if file.manifest.get("kind") != "snapshot":
         raise Failure(
             f"{want.import_from} contains a template: import it with `sandboxctl snapshot import`", "unsupported"
@@ -474,19 +469,13 @@ def _check_differences(want: DesiredState, have: CurrentState, name: str, curren
 
 
 def _check_import_origin(want: DesiredState, have: CurrentState, name: str, current_shape: Mapping[str, Any]) -> None:
-    """Raise Failure unless the existing snapshot was imported from the file. The snapshot can outlive the file."""
-    if current_shape["imported_from"] and have.file is None:
-        return
-    if have.file is None or current_shape["imported_from"] != have.file.snapshot_id:
-        origin = (
-            f"was imported from snapshot {current_shape['imported_from']}"
-            if current_shape["imported_from"]
-            else "was captured"
-        )
-        contents = f"contains snapshot {have.file.snapshot_id}" if have.file else "does not exist"
+    """Raise Failure unless the existing snapshot was imported from the file."""
+    if conflict := find_origin_conflict(
+        have.file, want.import_from, current_shape["imported_from"], other_origin="was captured"
+    ):
         raise Failure(
-            f"snapshot {name!r} already exists and {origin}, but {want.import_from} {contents}: choose another name, "
-            "or remove the snapshot first with state: absent",
+            f"snapshot {name!r} already exists and {conflict}: choose another name, or remove the snapshot first with "
+            "state: absent",
             "conflict",
             blockers=[current_shape["id"]],
         )
@@ -508,24 +497,16 @@ def apply(action: Action, client: Client) -> dict[str, Failure]:
     """Carry out one action. Raises Failure."""
     request = action.request
     if action.verb == "capture":
-        # In check mode, the directory may be one that an earlier task would create.
-        if "file" in request and not client.is_planning:
-            require_writable_directory(request["file"])
+        if "file" in request:
+            require_writable_file(client, request["file"])
         with removal_explained("sandbox", request["ref"], request["sandbox"]):
             client.post(f"/sandboxes/{quote_segment(request['sandbox'])}/snapshots", dict(request["body"]))
     elif action.verb == "export":
-        # A plan session writes no files.
-        if not client.is_planning:
-            with new_file_opened(request["file"]) as write_piece:
-                client.download(f"/snapshots/{quote_segment(request['name'])}/export", write_piece)
+        export_to_file(client, f"/snapshots/{quote_segment(request['name'])}", request["file"])
     elif action.verb == "protect":
-        if not client.is_planning:
-            make_private(request["file"])
+        protect_file(client, request["file"])
     elif action.verb == "import":
-        read_file = read_head if client.is_planning else read_pieces
-        client.upload(
-            "/snapshots/import", lambda: read_file(request["file"]), name=request["name"], trust=request["trust"]
-        )
+        import_from_file(client, "/snapshots", request["file"], name=request["name"], trust=request["trust"])
     elif action.verb == "prewarm":
         client.post(request["path"], {"count": request["count"]})
     elif action.verb == "remove":

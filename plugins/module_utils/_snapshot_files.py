@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
 
 from ansible_collections.grove.sandbox.plugins.module_utils._failure import Failure
+from ansible_collections.grove.sandbox.plugins.module_utils._plan import failures_conditional
 
 if TYPE_CHECKING:
     from ansible_collections.grove.sandbox.plugins.module_utils._client import Client
@@ -85,6 +86,57 @@ def observe_file(client: Client, path: str, *, has_volume: bool) -> tuple[Snapsh
     return file, None
 
 
+def require_complete_file(file: SnapshotFile | None, path: str) -> SnapshotFile:
+    """Return the file that a task imports. Raises Failure unless it exists and is complete."""
+    if file is None:
+        # Plan sessions contain no files, so check mode does not know what earlier tasks write.
+        with failures_conditional(f"only if no earlier task of the run writes {path}"):
+            raise Failure(f"{path} does not exist: correct import_from, or copy the file to this host")
+    if not file.is_complete:
+        raise Failure(f"{path} is not complete: copy it again, or export the snapshot again")
+    return file
+
+
+def find_origin_conflict(file: SnapshotFile | None, path: str, imported_from: str, other_origin: str) -> str:
+    """Return how an existing object was created instead of by importing the file, or "" if it was imported from it.
+
+    The object can outlive the file. ``imported_from``: the snapshot in the file from which it was imported, or "".
+    ``other_origin``: how it was created if it was not imported.
+    """
+    if imported_from and (file is None or imported_from == file.snapshot_id):
+        return ""
+    origin = f"was imported from snapshot {imported_from}" if imported_from else other_origin
+    return f"{origin}, but {path} {f'contains snapshot {file.snapshot_id}' if file else 'does not exist'}"
+
+
+def require_writable_file(client: Client, path: str) -> None:
+    """Raise Failure if no file can be created at ``path``.
+
+    In check mode, nothing is required, because an earlier task may be one that would create the directory.
+    """
+    if not client.is_planning:
+        _require_writable_directory(path)
+
+
+def export_to_file(client: Client, resource_path: str, path: str) -> None:
+    """Write the snapshot at the API's ``resource_path`` to a file. Plan sessions write no files. Raises Failure."""
+    if not client.is_planning:
+        with new_file_opened(path) as write_piece:
+            client.download(f"{resource_path}/export", write_piece)
+
+
+def import_from_file(client: Client, resource_path: str, path: str, **query: Any) -> None:
+    """Import a file. A plan session predicts the import from the beginning of the file. Raises Failure."""
+    read_file = read_head if client.is_planning else read_pieces
+    client.upload(f"{resource_path}/import", lambda: read_file(path), **query)
+
+
+def protect_file(client: Client, path: str) -> None:
+    """Make a file readable only by its owner. Plan sessions change no files. Raises Failure."""
+    if not client.is_planning:
+        make_private(path)
+
+
 def read_snapshot_file(path: str) -> SnapshotFile | None:
     """Read which snapshot a file contains. Returns None if the file does not exist. Raises Failure."""
     try:
@@ -146,7 +198,7 @@ def read_pieces(path: str) -> Iterator[bytes]:
         raise Failure(f"{path} cannot be read ({error.strerror}): check the path and its permissions") from None
 
 
-def require_writable_directory(path: str) -> None:
+def _require_writable_directory(path: str) -> None:
     """Raise Failure if the directory of a file does not exist, or if no file can be created in it."""
     directory = Path(path).absolute().parent
     if not directory.is_dir():

@@ -25,7 +25,6 @@ from ansible_collections.grove.sandbox.plugins.module_utils._plan import (
     Change,
     Plan,
     Planner,
-    failures_conditional,
     require_minimum,
     validate_names,
 )
@@ -37,12 +36,13 @@ from ansible_collections.grove.sandbox.plugins.module_utils._shapes import (
 from ansible_collections.grove.sandbox.plugins.module_utils._snapshot_files import (
     PRIVATE_MODE,
     SnapshotFile,
-    make_private,
-    new_file_opened,
+    export_to_file,
+    find_origin_conflict,
+    import_from_file,
     observe_file,
-    read_head,
-    read_pieces,
-    require_writable_directory,
+    protect_file,
+    require_complete_file,
+    require_writable_file,
 )
 
 if TYPE_CHECKING:
@@ -332,14 +332,9 @@ class _VolumePlan:
             raise _refusals.create_name_taken_error(self.name, self.have.taken_names[self.name])
 
     def plan_import(self) -> None:
-        want, file = self.want, self.have.file
+        want = self.want
         self._require_free_name()
-        if file is None:
-            # Plan sessions contain no files, so check mode does not know what earlier tasks write.
-            with failures_conditional(f"only if no earlier task of the run writes {want.import_from}"):
-                raise Failure(f"{want.import_from} does not exist: correct import_from, or copy the file to this host")
-        if not file.is_complete:
-            raise Failure(f"{want.import_from} is not complete: copy it again, or export the snapshot again")
+        file = require_complete_file(self.have.file, want.import_from)
         size_mb = file.manifest["size_mb"]
         if want.size_mb is not None and want.size_mb < size_mb:
             raise _refusals.create_volume_too_small_error(self.name, want.size_mb, size_mb)
@@ -505,19 +500,15 @@ def _check_source(want: DesiredState, have: CurrentState, name: str, current_sha
 
 
 def _check_import_origin(want: DesiredState, have: CurrentState, name: str, current_shape: Mapping[str, Any]) -> None:
-    """Raise Failure unless the existing volume was imported from the file. The volume can outlive the file."""
-    if not want.import_from or (current_shape["imported_from"] and have.file is None):
+    """Raise Failure unless the existing volume was imported from the file, if the task imports one."""
+    if not want.import_from:
         return
-    if have.file is None or current_shape["imported_from"] != have.file.snapshot_id:
-        origin = (
-            f"was imported from snapshot {current_shape['imported_from']}"
-            if current_shape["imported_from"]
-            else "was not imported"
-        )
-        contents = f"contains snapshot {have.file.snapshot_id}" if have.file else "does not exist"
+    if conflict := find_origin_conflict(
+        have.file, want.import_from, current_shape["imported_from"], other_origin="was not imported"
+    ):
         raise Failure(
-            f"volume {name!r} already exists and {origin}, but {want.import_from} {contents}: choose another name, or "
-            "remove the volume first with state: absent, which loses its contents",
+            f"volume {name!r} already exists and {conflict}: choose another name, or remove the volume first with "
+            "state: absent, which loses its contents",
             "conflict",
         )
 
@@ -579,21 +570,15 @@ def apply(action: Action, client: Client) -> dict[str, Failure]:
     elif action.verb == "attach":
         client.post(f"/sandboxes/{quote_segment(request['sandbox'])}/volumes", dict(request["body"]))
     elif action.verb == "import":
-        read_file = read_head if client.is_planning else read_pieces
-        client.upload("/volumes/import", lambda: read_file(request["file"]), name=name, trust=request["trust"])
+        import_from_file(client, "/volumes", request["file"], name=name, trust=request["trust"])
     elif action.verb == "capture":
-        # In check mode, the directory may be one that an earlier task would create.
-        if "file" in request and not client.is_planning:
-            require_writable_directory(request["file"])
+        if "file" in request:
+            require_writable_file(client, request["file"])
         client.post(f"{path}/snapshots", {"name": request["snapshot"]})
     elif action.verb == "export":
-        # A plan session writes no files.
-        if not client.is_planning:
-            with new_file_opened(request["file"]) as write_piece:
-                client.download(f"{path}/snapshots/{quote_segment(request['snapshot'])}/export", write_piece)
+        export_to_file(client, f"{path}/snapshots/{quote_segment(request['snapshot'])}", request["file"])
     elif action.verb == "protect":
-        if not client.is_planning:
-            make_private(request["file"])
+        protect_file(client, request["file"])
     elif action.verb == "rollback":
         client.post(f"{path}/rollback", dict(request))
     elif action.verb == "grow":

@@ -68,7 +68,7 @@ class InterruptedImports:
                     "interrupted import",
                     manifest.snapshot_id,
                     message=f"the file continues an interrupted import of snapshot {manifest.snapshot_id}, of which "
-                    "this gateway has nothing (any more): export the snapshot without a resume token",
+                    "this gateway has nothing left: export the snapshot without a resume token",
                 )
             _set_id(snapshot, interrupted_import.id)
             interrupted_import.target.resume(snapshot, sizes)
