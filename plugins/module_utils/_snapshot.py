@@ -274,8 +274,6 @@ def _plan_snapshot(want: DesiredState, have: CurrentState, name: str) -> list[Ac
     current_shape = have.resources.get(name)
     if want.state == "absent":
         return [] if current_shape is None else [_plan_removal(want, have, name, current_shape)]
-    if have.file_failure is not None:
-        raise have.file_failure
     if current_shape is not None:
         _check_differences(want, have, name, current_shape)
         prewarm_actions = plan_prewarm(name, current_shape, make_view(current_shape), want.prewarm, SNAPSHOT)
@@ -319,6 +317,8 @@ def _plan_export(
             "export that one",
             "unsupported",
         )
+    if have.file_failure is not None:
+        raise have.file_failure
     if current_shape is not None and have.file is not None and _is_exported(current_shape, have.file):
         return _plan_private_file(want, have.file, name, current_view)
     after = {**current_view, "exported_to": want.export_to}
@@ -345,6 +345,8 @@ def _is_exported(snapshot: Mapping[str, Any], file: SnapshotFile) -> bool:
 
 
 def _plan_import(want: DesiredState, have: CurrentState, name: str) -> Action:
+    if have.file_failure is not None:
+        raise have.file_failure
     file = require_complete_file(have.file, want.import_from)
     if file.manifest.get("kind") != "snapshot":
         raise Failure(
@@ -479,6 +481,8 @@ def _check_import_origin(want: DesiredState, have: CurrentState, name: str, curr
             "conflict",
             blockers=[current_shape["id"]],
         )
+    if have.file_failure is not None:
+        raise have.file_failure
 
 
 def _plan_removal(want: DesiredState, have: CurrentState, name: str, current_shape: Mapping[str, Any]) -> Action:

@@ -73,27 +73,36 @@ def observe_file(client: Client, path: str, *, has_volume: bool) -> tuple[Snapsh
     Both are None if the file does not exist. ``has_volume``: whether the task is about a snapshot of a volume.
     """
     try:
-        file = read_snapshot_file(path)
         # Only gateways that can transfer snapshots have a key. It is not an object on which a plan depends.
         client.call("GET", "/signer")
+        with _file_failures_conditional(path):
+            return _read_file_of_kind(path, has_volume), None
     except Failure as failure:
         return None, failure
+
+
+def _file_failures_conditional(path: str) -> contextlib.AbstractContextManager[None]:
+    """Mark failures that depend on the contents of a file: plan sessions do not know what earlier tasks write."""
+    return failures_conditional(f"only if no earlier task of the run writes {path}")
+
+
+def _read_file_of_kind(path: str, has_volume: bool) -> SnapshotFile | None:
+    file = read_snapshot_file(path)
     if file is not None and file.has_volume != has_volume:
         contents, module = ("a volume", "sandbox_volume") if file.has_volume else ("a sandbox", "sandbox_snapshot")
-        return None, Failure(
+        raise Failure(
             f"{path} contains a snapshot of {contents}: use it with the module {module}, or choose another path"
         )
-    return file, None
+    return file
 
 
 def require_complete_file(file: SnapshotFile | None, path: str) -> SnapshotFile:
     """Return the file that a task imports. Raises Failure unless it exists and is complete."""
-    if file is None:
-        # Plan sessions contain no files, so check mode does not know what earlier tasks write.
-        with failures_conditional(f"only if no earlier task of the run writes {path}"):
+    with _file_failures_conditional(path):
+        if file is None:
             raise Failure(f"{path} does not exist: correct import_from, or copy the file to this host")
-    if not file.is_complete:
-        raise Failure(f"{path} is not complete: copy it again, or export the snapshot again")
+        if not file.is_complete:
+            raise Failure(f"{path} is not complete: copy it again, or export the snapshot again")
     return file
 
 
@@ -103,10 +112,11 @@ def find_origin_conflict(file: SnapshotFile | None, path: str, imported_from: st
     The object can outlive the file. ``imported_from``: the snapshot in the file from which it was imported, or "".
     ``other_origin``: how it was created if it was not imported.
     """
-    if imported_from and (file is None or imported_from == file.snapshot_id):
+    if not imported_from:
+        return f"{other_origin}, not imported from {path}"
+    if file is None or imported_from == file.snapshot_id:
         return ""
-    origin = f"was imported from snapshot {imported_from}" if imported_from else other_origin
-    return f"{origin}, but {path} {f'contains snapshot {file.snapshot_id}' if file else 'does not exist'}"
+    return f"was imported from snapshot {imported_from}, but {path} contains snapshot {file.snapshot_id}"
 
 
 def require_writable_file(client: Client, path: str) -> None:

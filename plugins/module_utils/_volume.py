@@ -282,8 +282,6 @@ def _plan_volume(want: DesiredState, have: CurrentState, name: str) -> list[Acti
     current_shape = have.resources.get(name)
     if want.state == "absent":
         return [] if current_shape is None else _plan_removal(want, name, current_shape)
-    if have.file_failure is not None:
-        raise have.file_failure
     volume_plan = _VolumePlan(want, have, name)
     if current_shape is None:
         volume_plan.plan_import() if want.import_from else volume_plan.plan_creation()
@@ -334,6 +332,8 @@ class _VolumePlan:
     def plan_import(self) -> None:
         want = self.want
         self._require_free_name()
+        if self.have.file_failure is not None:
+            raise self.have.file_failure
         file = require_complete_file(self.have.file, want.import_from)
         size_mb = file.manifest["size_mb"]
         if want.size_mb is not None and want.size_mb < size_mb:
@@ -421,6 +421,8 @@ class _VolumePlan:
         """Plan to export the only requested snapshot, unless the file already contains it."""
         if not self.want.export_to:
             return
+        if self.have.file_failure is not None:
+            raise self.have.file_failure
         (snapshot,) = self.want.snapshots or ("",)
         file, path = self.have.file, self.want.export_to
         snapshot_id = self.have.snapshot_ids.get(self.name, {}).get(snapshot, "")
@@ -504,13 +506,15 @@ def _check_import_origin(want: DesiredState, have: CurrentState, name: str, curr
     if not want.import_from:
         return
     if conflict := find_origin_conflict(
-        have.file, want.import_from, current_shape["imported_from"], other_origin="was not imported"
+        have.file, want.import_from, current_shape["imported_from"], other_origin="was created"
     ):
         raise Failure(
             f"volume {name!r} already exists and {conflict}: choose another name, or remove the volume first with "
             "state: absent, which loses its contents",
             "conflict",
         )
+    if have.file_failure is not None:
+        raise have.file_failure
 
 
 def _plan_removal(want: DesiredState, name: str, current_shape: Mapping[str, Any]) -> list[Action]:

@@ -403,6 +403,23 @@ def test_an_uncertain_failure_can_have_a_different_reason(gateway: MemoryGateway
 
 
 @with_and_without_plan
+@pytest.mark.parametrize("name", ["a", "s"], ids=["taken by a sandbox", "of a captured snapshot"])
+def test_an_import_fails_for_its_name_before_its_file(
+    gateway: MemoryGateway, name: str, has_approved_plan: bool
+) -> None:
+    """The exported file does not exist in check mode, and contains a volume instead of a sandbox in the run."""
+    gateway.clear()
+    history: list[PlayTask] = [("snapshot", {"name": ["s"], "sandbox": ["a"]})]
+    play: list[PlayTask] = [
+        ("volume", {"name": ["data"], "size_mb": 64, "snapshots": ["one"], "export_to": "new"}),
+        ("snapshot", {"name": [name], "import_from": "exported"}),
+    ]
+    checks = PlayChecks()
+    checks.check(gateway.unix_url, history, play, has_approved_plan=has_approved_plan)
+    assert checks.tasks == {"changed": 1, "failed": 1} and checks.partial_count == 0
+
+
+@with_and_without_plan
 def test_a_sandbox_can_be_named_by_the_id_of_a_removed_one(gateway: MemoryGateway, has_approved_plan: bool) -> None:
     gateway.clear()
     play: list[PlayTask] = [
