@@ -94,7 +94,7 @@ class SnapshotStorage:
         """Remove a snapshot. Returns False if it is only hidden, until ZFS removes its last clone or hold.
 
         Unless ``deferred``, raises InUseExternally, with the names of all users, if the snapshot is held or has clones
-        that are not retired. With ``deferred``, or if all clones are retired, the snapshot is hidden.
+        that belong to sandboxes. With ``deferred``, or if no clone does, the snapshot is hidden.
         """
         with self._root.tree_locked():
             name = self._names.find(snapshot_id)
@@ -105,10 +105,10 @@ class SnapshotStorage:
         return is_removed
 
     def _check_clones(self, name: str) -> None:
-        """Raise InUseExternally if the snapshot has clones that are not retired."""
+        """Raise InUseExternally unless all clones of the snapshot are retired or wait for their removal."""
         clones: dict[str, str] = {}
         for clone in zfs_core.list_clones(name):
-            if not self._instances.is_retired(clone):
+            if not self._instances.belongs_to_no_sandbox(clone):
                 clones.update([self._instances.identify(clone)])
         if clones:
             raise InUseExternally({"ZFS clone": clones}, "Remove them first (`zfs destroy`).")
