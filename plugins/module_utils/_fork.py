@@ -39,15 +39,15 @@ from ansible_collections.grove.sandbox.plugins.module_utils._sandbox import (
     build_size_fields,
     check_mounts,
     check_sizes,
-    compute_lifetime,
-    compute_lifetime_end,
+    compute_timeout,
+    compute_timeout_end,
     get_final_view,
-    lifetime_differs,
     make_view,
     plan_remounts,
     plan_removal,
     predict_mounts,
     replace,
+    timeout_differs,
     validate_timeout,
 )
 from ansible_collections.grove.sandbox.plugins.module_utils._shapes import (
@@ -451,11 +451,11 @@ def _plan_changes(want: DesiredState, have: CurrentState, name: str, current_sha
         current_view = new_view
     actions += plan_remounts(name, current_shape, current_view, _resolve_mounts(want, have, current_shape))
     current_view = get_final_view(actions, current_view)
-    if lifetime_differs(want.timeout, current_view["timeout"]):
+    if timeout_differs(want.timeout, current_view["timeout"]):
         new_view = {**current_view, "timeout": want.timeout}
         request = {
             "id": current_shape["id"],
-            "end": compute_lifetime_end(want.timeout, name, current_shape, have.gateway_time),
+            "end": compute_timeout_end(want.timeout, name, current_shape, have.gateway_time),
         }
         actions.append(Action("set_timeout", (Change(name, current_view, new_view),), request))
         current_view = new_view
@@ -471,12 +471,12 @@ def _plan_changes(want: DesiredState, have: CurrentState, name: str, current_sha
 def _matches_request(want: DesiredState, current_shape: Mapping[str, Any]) -> bool:
     """Return whether the sibling needs no change. Does not create views, which would be slow for a hundred siblings."""
     requested_state = "paused" if want.paused else "running"
-    has_same_lifetime = want.timeout is None or not lifetime_differs(want.timeout, compute_lifetime(current_shape))
+    has_same_timeout = want.timeout is None or not timeout_differs(want.timeout, compute_timeout(current_shape))
     return (
         current_shape["state"] == requested_state
         and want.metadata in (None, current_shape["metadata"])
         and want.mounts is None
-        and has_same_lifetime
+        and has_same_timeout
     )
 
 

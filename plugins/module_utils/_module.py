@@ -15,7 +15,7 @@ from ansible_collections.grove.sandbox.plugins.module_utils._info import Listing
 from ansible_collections.grove.sandbox.plugins.module_utils._run import MASK, PASSWORD_OPTIONS, run
 
 if TYPE_CHECKING:
-    from ansible_collections.grove.sandbox.plugins.module_utils._thing import ResourceKind
+    from ansible_collections.grove.sandbox.plugins.module_utils._kinds import ResourceKind
 
 URL_VARIABLE = "SANDBOX_GATEWAY_URL"
 TOKEN_VARIABLE = "SANDBOX_GATEWAY_TOKEN"

@@ -49,7 +49,7 @@ from ansible_collections.grove.sandbox.plugins.module_utils._plan import (
 from ansible_collections.grove.sandbox.plugins.module_utils._shapes import make_snapshot_shape
 
 if TYPE_CHECKING:
-    from ansible_collections.grove.sandbox.plugins.module_utils._thing import ManagedKind, ResourceKind
+    from ansible_collections.grove.sandbox.plugins.module_utils._kinds import ManagedKind, ResourceKind
 
 MASK = "********"
 PASSWORD_OPTIONS = ("gateway_token", "registry_password")

@@ -79,8 +79,8 @@ ARGUMENTS: dict[str, Any] = {
 RULES: dict[str, Any] = {"mutually_exclusive": [("template", "snapshot")]}
 
 SIZE_KEYS = ("cpus", "memory_mb", "disk_mb")
-LIFETIME_TOLERANCE_SECONDS = 10
-"""Seconds by which a lifetime may differ from ``timeout``, because of clock skew and request time."""
+TIMEOUT_TOLERANCE_SECONDS = 10
+"""Seconds by which a sandbox's timeout may differ from the requested one, because of clock skew and request time."""
 UNLIMITED_TIMEOUT = -1
 
 
@@ -137,7 +137,7 @@ def parse_desired_state(params: Mapping[str, Any]) -> DesiredState:
 
 
 def validate_timeout(timeout: int | None) -> int | None:
-    """Return ``timeout``, which may be None. Raises Failure if it is not a valid lifetime."""
+    """Return ``timeout``, which may be None. Raises Failure if its value is not allowed."""
     if timeout != UNLIMITED_TIMEOUT:
         require_minimum(timeout, 1, "timeout (seconds, or -1 for never)")
     return timeout
@@ -213,12 +213,12 @@ def make_view(shape: Mapping[str, Any]) -> dict[str, Any]:
         "allow_out": normalize_networks(network["allow_out"]),
         "deny_out": normalize_networks(network["deny_out"]),
     }
-    result["timeout"] = compute_lifetime(shape)
+    result["timeout"] = compute_timeout(shape)
     return result
 
 
-def compute_lifetime(shape: Mapping[str, Any]) -> int:
-    """Return the lifetime of a sandbox in seconds, starting at its creation, or -1 if it is unlimited."""
+def compute_timeout(shape: Mapping[str, Any]) -> int:
+    """Return the timeout of a sandbox in seconds, starting at its creation, or -1 if it is unlimited."""
     created_at, end = parse_time(shape["created_at"]), parse_time(shape["end_at"])
     return UNLIMITED_TIMEOUT if created_at is None or end is None else round((end - created_at).total_seconds())
 
@@ -390,10 +390,10 @@ def _plan_changes(want: DesiredState, have: CurrentState, name: str, current_sha
         add_step("update", {"body": {"metadata": dict(want.metadata)}}, metadata=dict(want.metadata))
     actions += plan_remounts(name, current_shape, before, want.mounts)
     before = get_final_view(actions, before)
-    if lifetime_differs(want.timeout, before["timeout"]):
+    if timeout_differs(want.timeout, before["timeout"]):
         add_step(
             "set_timeout",
-            {"end": compute_lifetime_end(want.timeout, name, current_shape, have.gateway_time)},
+            {"end": compute_timeout_end(want.timeout, name, current_shape, have.gateway_time)},
             timeout=want.timeout,
         )
     if want.state == "paused" and before["state"] == "running":
@@ -430,19 +430,19 @@ def get_final_view(actions: list[Action], before: Mapping[str, Any]) -> Mapping[
     return actions[-1].changes[0].after or {} if actions else before
 
 
-def lifetime_differs(timeout: int | None, lifetime: int) -> bool:
-    """Return whether ``lifetime`` differs from ``timeout``, which is None if the user did not request a lifetime."""
+def timeout_differs(timeout: int | None, current_timeout: int) -> bool:
+    """Return whether the requested ``timeout``, which may be None, requires a change of ``current_timeout``."""
     if timeout is None:
         return False
-    if UNLIMITED_TIMEOUT in (timeout, lifetime):
-        return timeout != lifetime
-    return abs(timeout - lifetime) > LIFETIME_TOLERANCE_SECONDS
+    if UNLIMITED_TIMEOUT in (timeout, current_timeout):
+        return timeout != current_timeout
+    return abs(timeout - current_timeout) > TIMEOUT_TOLERANCE_SECONDS
 
 
-def compute_lifetime_end(
+def compute_timeout_end(
     timeout: int | None, name: str, current_shape: Mapping[str, Any], now: datetime
 ) -> datetime | None:
-    """Return the end of a lifetime of ``timeout`` seconds from the sandbox's creation, or None if it is unlimited.
+    """Return the time ``timeout`` seconds after the sandbox's creation, or None if ``timeout`` sets no limit.
 
     Raises Failure if that time has already passed.
     """

@@ -40,7 +40,7 @@ from ansible_collections.grove.sandbox.plugins.plugin_utils._plan_journal import
 if TYPE_CHECKING:
     from ansible.playbook.task import Task
     from ansible.template import Templar
-    from ansible_collections.grove.sandbox.plugins.module_utils._thing import ResourceKind
+    from ansible_collections.grove.sandbox.plugins.module_utils._kinds import ResourceKind
 
 CONNECTION_PLUGIN_NAME = "grove.sandbox.sandbox"
 """The name of the connection plugin for sandboxes."""

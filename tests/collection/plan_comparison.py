@@ -11,7 +11,7 @@ from typing import Any
 
 from ansible_collections.grove.sandbox.plugins.module_utils._approval import PREDICTED_FAILURE
 from ansible_collections.grove.sandbox.plugins.module_utils._client import ID_PATTERN, PLANNED_ID_PREFIX, Client
-from ansible_collections.grove.sandbox.plugins.module_utils._sandbox import LIFETIME_TOLERANCE_SECONDS
+from ansible_collections.grove.sandbox.plugins.module_utils._sandbox import TIMEOUT_TOLERANCE_SECONDS
 
 RESULT_LIST_KEYS = ("sandboxes", "snapshots", "templates", "volumes", "backups")
 MAX_UNKNOWN_SHARE = 0.2
@@ -29,8 +29,8 @@ UNKNOWN_KEYS = frozenset((*_TIME_KEYS, *_MEASURED_KEYS, *_HOST_KEYS, _READY_KEY)
 _GENERATION_KEYS = ("generation", "ownChanges")
 """In a plan session and in an applied run, generations do not contain the changes of the run itself."""
 _DIVERGED_KEY = "diverged"
-_LIFETIME_KEY = "timeout"
-"""The lifetime of a sandbox in seconds, which modules compute from two times."""
+_TIMEOUT_KEY = "timeout"
+"""The timeout of a sandbox in seconds, which modules compute from two times."""
 _SETTLE_TIMEOUT_SECONDS = 20
 State = dict[str, list[dict[str, Any]]]
 
@@ -207,7 +207,7 @@ class PlanComparison:
             assert isinstance(planned, str) and isinstance(actual, str), context
             assert min(planned, actual) > self._opened_at, context
         else:
-            assert key == _LIFETIME_KEY and abs(planned - actual) <= LIFETIME_TOLERANCE_SECONDS, context
+            assert key == _TIMEOUT_KEY and abs(planned - actual) <= TIMEOUT_TOLERANCE_SECONDS, context
         self._counts.unknown[key] += 1
 
 
