@@ -1,4 +1,7 @@
-"""A client for the agent inside a sandbox. It uses HTTP/1.1 with JSON, and Connect streams for live output."""
+"""A client for the agent inside a sandbox. It uses HTTP/1.1 with JSON, and Connect streams for live output.
+
+It uses h11 directly, because HTTP client libraries do not limit what an untrusted agent makes the gateway parse.
+"""
 
 from __future__ import annotations
 
