@@ -79,7 +79,7 @@ def _create_scenario(world: World, prepare: Callable[[EngineRunner], None]) -> I
 
 @pytest.fixture(scope="module")
 def sandbox_scenario(world: World) -> Iterator[Scenario]:
-    """A scenario with a running source, its snapshot, a paused sandbox, and spare objects."""
+    """A scenario with a running source, its snapshot, a chain of snapshots, a paused sandbox, and spare objects."""
     yield from _create_scenario(world, prepare_sandboxes)
 
 
@@ -90,13 +90,29 @@ def prepare_sandboxes(runner: EngineRunner) -> None:
     runner.do(runner.engine.snapshots.create("source", name="spare-mark"))
     runner.do(runner.engine.forks.fork(TEMPLATE, ForkSpec(names=["spare", "sleeper"])))
     runner.do(runner.engine.sandboxes.pause("sleeper"))
+    create_chain(runner)
+
+
+def create_chain(runner: EngineRunner) -> None:
+    """Create the snapshot "middle", whose parent is "mark", and its child "child"."""
+    runner.do(runner.engine.forks.create("mark", ForkSpec(names=["chain"])))
+    for name in ("middle", "child"):
+        runner.do(runner.engine.snapshots.create("chain", name=name))
+    runner.do(runner.engine.sandboxes.delete("chain"))
+
+
+def get_parent_of_child(runner: EngineRunner) -> str:
+    """Return the name of the parent of "child"."""
+    (name,) = runner.engine.index.snapshots[runner.engine.snapshots.get("child").parent].names
+    return name
 
 
 def check_lineage(runner: EngineRunner, moment: str) -> None:
-    """Check that every parent of a snapshot or sandbox exists."""
+    """Check that every parent of a snapshot or sandbox exists, and that "child" has its parent or its grandparent."""
     snapshots, sandboxes = runner.engine.index.snapshots, runner.engine.index.sandboxes
     parent_ids = {each.parent for each in snapshots.values() if each.parent}
     assert parent_ids | {each.head for each in sandboxes.values()} <= snapshots.keys(), moment
+    assert get_parent_of_child(runner) in ("middle", "mark"), moment
 
 
 def choose_steps(step_count: int, qmp_steps: list[int]) -> list[int]:
@@ -128,7 +144,7 @@ def kill_at_each_step(
     operation: str, scenario: Scenario, path: Path, check: StateChecker, restore: StateRestorer
 ) -> None:
     with scenario.prepared():
-        step_count, qmp_steps = run_uninterrupted(operation, scenario, path, restore)
+        step_count, qmp_steps = run_uninterrupted(operation, scenario, path, check, restore)
         assert step_count > 0, "no steps were counted, so the operation would never be killed"
         assert bool(qmp_steps) == (scenario.world.abilities.memory and operation in QMP_OPERATIONS), (
             f"{operation}: {qmp_steps} of {step_count} steps are QMP commands"
@@ -145,14 +161,17 @@ def kill_at_each_step(
         assert kill_count > 0, f"{operation} was never killed: it ended before each of the steps {list(kill_steps)}"
 
 
-def run_uninterrupted(operation: str, scenario: Scenario, path: Path, restore: StateRestorer) -> tuple[int, list[int]]:
-    """Run the operation without killing it, and restore the state.
+def run_uninterrupted(
+    operation: str, scenario: Scenario, path: Path, check: StateChecker, restore: StateRestorer
+) -> tuple[int, list[int]]:
+    """Run the operation without killing it, check the result like that of a killed one, and restore the state.
 
     Return the number of steps, and the numbers of the steps that are QMP commands.
     """
     code, output = scenario.run(operation, 0, path)
     assert code == 0, output[-3000:]
     with scenario.opened() as runner:
+        check(runner, scenario.world, f"{operation} not killed")
         restore(runner)
     result = json.loads(output.splitlines()[-1])
     return result["steps"], result["qmp"]
@@ -164,15 +183,18 @@ def check_sandboxes(runner: EngineRunner, world: World, moment: str) -> None:
     sandboxes = {sandbox.name: sandbox for sandbox in runner.engine.sandboxes.list()}
     assert {"source", "sleeper"} <= sandboxes.keys(), moment
     snapshot_names = {name for snapshot in runner.engine.snapshots.list() for name in snapshot.names}
-    assert "mark" in snapshot_names, moment
+    assert {"mark", "child"} <= snapshot_names, moment
     for sandbox in sandboxes.values():
         if sandbox.state is SandboxState.RUNNING:
             assert runner.shell(sandbox.id, "hostname").strip() == sandbox.name, moment
     if sandboxes["source"].state is SandboxState.PAUSED:
         runner.do(runner.engine.sandboxes.resume("source"))
     assert runner.shell("source", "cat /root/kept").strip() == "kept", moment
-    if "new" in snapshot_names:
-        fork = runner.do(runner.engine.forks.create("new", ForkSpec()))
+    forked_names = {"new"} & snapshot_names
+    if "middle" not in snapshot_names:
+        forked_names.add("child")  # The removal of its parent must not have damaged it.
+    for name in forked_names:
+        fork = runner.do(runner.engine.forks.create(name, ForkSpec()))
         assert runner.shell(fork.id, "cat /root/kept").strip() == "kept", moment
         runner.do(runner.engine.sandboxes.delete(fork.id))
     check_lineage(runner, moment)
@@ -196,6 +218,11 @@ def restore_sandboxes(runner: EngineRunner) -> None:
         runner.do(engine.sandboxes.pause("sleeper"))
     if not any("spare-mark" in snapshot.names for snapshot in engine.snapshots.list()):
         runner.do(engine.snapshots.create("source", name="spare-mark"))
+    if get_parent_of_child(runner) != "middle":
+        for snapshot in engine.snapshots.list():
+            if snapshot.names in (["middle"], ["child"]):
+                runner.do(engine.snapshots.delete(snapshot.id))
+        create_chain(runner)
 
 
 # -- volumes -----------------------------------------------------------------------------------------------------------

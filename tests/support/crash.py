@@ -93,6 +93,7 @@ OPERATIONS: dict[str, Any] = {
     "resume": lambda engine: engine.sandboxes.resume("sleeper"),
     "kill": lambda engine: engine.sandboxes.delete("spare"),
     "delete": lambda engine: engine.snapshots.delete("spare-mark"),
+    "delete-middle": lambda engine: engine.snapshots.delete("middle"),
     "import": _import_copy,
 }
 
