@@ -58,6 +58,12 @@ def test_the_digest_covers_the_constants_of_the_network_script() -> None:
     assert "@" not in guest_files.render_network_script()
 
 
+def test_the_digest_of_a_jail_covers_the_path_of_its_identity(monkeypatch: pytest.MonkeyPatch) -> None:
+    digest_before = jail_rootfs.guest_digest()
+    monkeypatch.setattr(jail_rootfs, "IDENTITY", "/run/other")
+    assert jail_rootfs.guest_digest() != digest_before
+
+
 def test_the_digest_is_stable_and_differs_between_kinds_of_host() -> None:
     program = "from sandbox_gateway.hosts.kvm_xfs.template.guest_files import guest_digest; print(guest_digest())"
     argv = [sys.executable, "-c", program]

@@ -1,4 +1,8 @@
-"""Compute a digest of everything that determines the contents of a template, except its recipe."""
+"""Compute a digest of everything that determines the file system of a template, except its recipe.
+
+It does not cover the steps that `engine/template_builder` runs in the booted machine. They are those of the recipe,
+except that the agent starts its code interpreter.
+"""
 
 from __future__ import annotations
 

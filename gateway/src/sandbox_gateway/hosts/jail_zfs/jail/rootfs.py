@@ -55,8 +55,8 @@ def check_recipe(recipe: Recipe) -> None:
 
 
 def guest_digest() -> str:
-    """Return a digest of the agent and the builder, which together with the recipe determine a template's contents."""
-    return digest_guest(Path(__file__))
+    """Return a digest of the inputs of every template: agent, builder, and the path of the identity's files."""
+    return digest_guest(Path(__file__), IDENTITY)
 
 
 async def build_rootfs(recipe: Recipe, root: Path, log: Log) -> None:
