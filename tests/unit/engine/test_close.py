@@ -31,38 +31,32 @@ class _Host(MemoryHost):
         await super().close()
 
 
-def test_close_waits_for_commits_whose_callers_were_cancelled(tmp_path: Path) -> None:
-    async def run_scenario() -> None:
-        host = _Host()
-        async with opened_engine(tmp_path, host) as engine:
-            sandbox = await create(engine, "a")
-            host.gate = Gate()
-            update_task = asyncio.create_task(engine.sandboxes.update("a", metadata={"x": "y"}))
-            await host.gate.reached.wait()
-            update_task.cancel()
-            close_task = asyncio.create_task(engine.close())
-            await asyncio.sleep(0.05)
-            assert not close_task.done() and not host.is_closed
-            host.gate.opened.set()
-            await close_task
-        assert host.saved_sandboxes[sandbox.id].metadata == {"x": "y"} and not host.has_saved_after_close
-
-    asyncio.run(run_scenario())
+async def test_close_waits_for_commits_whose_callers_were_cancelled(tmp_path: Path) -> None:
+    host = _Host()
+    async with opened_engine(tmp_path, host) as engine:
+        sandbox = await create(engine, "a")
+        host.gate = Gate()
+        update_task = asyncio.create_task(engine.sandboxes.update("a", metadata={"x": "y"}))
+        await host.gate.reached.wait()
+        update_task.cancel()
+        close_task = asyncio.create_task(engine.close())
+        await asyncio.sleep(0.05)
+        assert not close_task.done() and not host.is_closed
+        host.gate.opened.set()
+        await close_task
+    assert host.saved_sandboxes[sandbox.id].metadata == {"x": "y"} and not host.has_saved_after_close
 
 
-def test_close_does_not_wait_forever(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_close_does_not_wait_forever(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("sandbox_gateway.engine.engine._CLOSE_TIMEOUT_SECONDS", 0.05)
 
-    async def run_scenario() -> None:
-        host = _Host()
-        async with opened_engine(tmp_path, host) as engine:
-            await create(engine, "a")
-            host.gate = Gate()
-            update_task = asyncio.create_task(engine.sandboxes.update("a", metadata={}))
-            await host.gate.reached.wait()
-            await engine.close()
-            assert host.is_closed
-            host.gate.opened.set()
-            await update_task
-
-    asyncio.run(run_scenario())
+    host = _Host()
+    async with opened_engine(tmp_path, host) as engine:
+        await create(engine, "a")
+        host.gate = Gate()
+        update_task = asyncio.create_task(engine.sandboxes.update("a", metadata={}))
+        await host.gate.reached.wait()
+        await engine.close()
+        assert host.is_closed
+        host.gate.opened.set()
+        await update_task

@@ -30,44 +30,35 @@ class _Host(MemoryHost):
         await super().save(sandbox)
 
 
-def test_a_fork_whose_machine_stops_before_the_commit_can_be_resumed(tmp_path: Path) -> None:
-    async def run_scenario() -> None:
-        host = _Host()
-        async with opened_engine(tmp_path, host) as engine:
-            host.names_to_stop = {"b"}
-            await engine.forks.fork("t", ForkSpec(names=["b", "c"]))
-            await wait_until(lambda: engine.sandboxes.get("b").state is SandboxState.PAUSED)
-            assert engine.sandboxes.get("c").state is SandboxState.RUNNING
-            await engine.sandboxes.resume("b")
-
-    asyncio.run(run_scenario())
+async def test_a_fork_whose_machine_stops_before_the_commit_can_be_resumed(tmp_path: Path) -> None:
+    host = _Host()
+    async with opened_engine(tmp_path, host) as engine:
+        host.names_to_stop = {"b"}
+        await engine.forks.fork("t", ForkSpec(names=["b", "c"]))
+        await wait_until(lambda: engine.sandboxes.get("b").state is SandboxState.PAUSED)
+        assert engine.sandboxes.get("c").state is SandboxState.RUNNING
+        await engine.sandboxes.resume("b")
 
 
-def test_a_sandbox_whose_new_machine_stops_before_the_commit_can_be_resumed(tmp_path: Path) -> None:
-    async def run_scenario() -> None:
-        host = _Host()
-        async with opened_engine(tmp_path, host) as engine:
-            await create(engine, "a")
-            await engine.snapshots.create("a", name="s")
-            host.names_to_stop = {"a"}
-            await engine.sandboxes.rollback("a", "s")
-            await wait_until(lambda: engine.sandboxes.get("a").state is SandboxState.PAUSED)
-            await engine.sandboxes.resume("a")
-
-    asyncio.run(run_scenario())
+async def test_a_sandbox_whose_new_machine_stops_before_the_commit_can_be_resumed(tmp_path: Path) -> None:
+    host = _Host()
+    async with opened_engine(tmp_path, host) as engine:
+        await create(engine, "a")
+        await engine.snapshots.create("a", name="s")
+        host.names_to_stop = {"a"}
+        await engine.sandboxes.rollback("a", "s")
+        await wait_until(lambda: engine.sandboxes.get("a").state is SandboxState.PAUSED)
+        await engine.sandboxes.resume("a")
 
 
-def test_a_paused_fork_stays_paused_with_an_empty_reason(tmp_path: Path) -> None:
-    async def run_scenario() -> None:
-        async with opened_engine(tmp_path) as engine:
-            sandbox = await create(engine, "a", paused=True)
-            await asyncio.sleep(0.02)
-            assert engine.sandboxes.get("a") == sandbox and sandbox.state_reason == ""
-
-    asyncio.run(run_scenario())
+async def test_a_paused_fork_stays_paused_with_an_empty_reason(tmp_path: Path) -> None:
+    async with opened_engine(tmp_path) as engine:
+        sandbox = await create(engine, "a", paused=True)
+        await asyncio.sleep(0.02)
+        assert engine.sandboxes.get("a") == sandbox and sandbox.state_reason == ""
 
 
-def test_a_machine_that_stops_during_the_scan_is_detected(tmp_path: Path) -> None:
+async def test_a_machine_that_stops_during_the_scan_is_detected(tmp_path: Path) -> None:
     """The scan finds the machine running, but the machine stops before the engine watches for exits."""
     sandbox = Sandbox(name="a", forked_from="", head="")
 
@@ -76,8 +67,5 @@ def test_a_machine_that_stops_during_the_scan_is_detected(tmp_path: Path) -> Non
             self.disks[sandbox.instance] = {}
             return Scan(sandboxes=[sandbox], running_instances={sandbox.instance})
 
-    async def run_scenario() -> None:
-        async with opened_engine(tmp_path, _StaleScanHost()) as engine:
-            await wait_until(lambda: engine.sandboxes.get("a").state is SandboxState.PAUSED)
-
-    asyncio.run(run_scenario())
+    async with opened_engine(tmp_path, _StaleScanHost()) as engine:
+        await wait_until(lambda: engine.sandboxes.get("a").state is SandboxState.PAUSED)

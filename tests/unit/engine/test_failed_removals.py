@@ -34,35 +34,31 @@ class _Host(MemoryHost):
 
 
 @pytest.mark.parametrize("error", [BackendFailed, NoSpace])
-def test_the_other_forks_are_removed_and_the_first_error_is_raised(tmp_path: Path, error: type[Exception]) -> None:
-    async def run_scenario() -> None:
-        host = _Host()
-        host.failing_names = {"three"} if error is BackendFailed else set()
-        async with opened_engine(tmp_path, host) as engine:
-            with pytest.raises(error):
-                await engine.forks.fork("t", ForkSpec(names=["one", "two", "three"]))
-            assert engine.sandboxes.list() == [] and len(host.machines) == 1
-            assert "two" not in {sandbox.name for sandbox in host.saved_sandboxes.values()}
+async def test_the_other_forks_are_removed_and_the_first_error_is_raised(
+    tmp_path: Path, error: type[Exception]
+) -> None:
+    host = _Host()
+    host.failing_names = {"three"} if error is BackendFailed else set()
+    async with opened_engine(tmp_path, host) as engine:
+        with pytest.raises(error):
+            await engine.forks.fork("t", ForkSpec(names=["one", "two", "three"]))
+        assert engine.sandboxes.list() == [] and len(host.machines) == 1
+        assert "two" not in {sandbox.name for sandbox in host.saved_sandboxes.values()}
 
-    asyncio.run(run_scenario())
 
+async def test_a_rollback_that_cannot_be_undone_raises_the_original_error(tmp_path: Path) -> None:
+    host = MemoryHost()
+    async with opened_engine(tmp_path, host) as engine:
+        await create(engine, "a")
+        await engine.snapshots.create("a", name="s")
 
-def test_a_rollback_that_cannot_be_undone_raises_the_original_error(tmp_path: Path) -> None:
-    async def run_scenario() -> None:
-        host = MemoryHost()
-        async with opened_engine(tmp_path, host) as engine:
-            await create(engine, "a")
-            await engine.snapshots.create("a", name="s")
+        async def raise_no_space(sandbox: Sandbox) -> None:
+            raise NoSpace("no space left")
 
-            async def raise_no_space(sandbox: Sandbox) -> None:
-                raise NoSpace("no space left")
+        async def raise_timeout(sandbox: Sandbox) -> None:
+            raise Timeout("QEMU did not exit")
 
-            async def raise_timeout(sandbox: Sandbox) -> None:
-                raise Timeout("QEMU did not exit")
-
-            host.save = raise_no_space  # type: ignore[method-assign]
-            host.discard = raise_timeout  # type: ignore[method-assign]
-            with pytest.raises(NoSpace):
-                await engine.sandboxes.rollback("a", "s")
-
-    asyncio.run(run_scenario())
+        host.save = raise_no_space  # type: ignore[method-assign]
+        host.discard = raise_timeout  # type: ignore[method-assign]
+        with pytest.raises(NoSpace):
+            await engine.sandboxes.rollback("a", "s")

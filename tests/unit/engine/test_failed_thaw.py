@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from pathlib import Path
 from typing import Any
 
@@ -33,26 +32,20 @@ class _Host(MemoryHost):
         return await super().capture(sandbox, snapshot, **options)
 
 
-def test_a_committed_capture_is_kept_if_the_thaw_fails(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    async def capture_disk() -> None:
-        async with opened_engine(tmp_path, _Host()) as engine:
-            await create(engine, "a")
-            snapshot = await engine.snapshots.create("a", name="s", memory="none")
-            assert [each.id for each in engine.snapshots.list()] == [snapshot.id]
-            assert engine.sandboxes.get("a").head == snapshot.id
-
-    asyncio.run(capture_disk())
+async def test_a_committed_capture_is_kept_if_the_thaw_fails(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    async with opened_engine(tmp_path, _Host()) as engine:
+        await create(engine, "a")
+        snapshot = await engine.snapshots.create("a", name="s", memory="none")
+        assert [each.id for each in engine.snapshots.list()] == [snapshot.id]
+        assert engine.sandboxes.get("a").head == snapshot.id
     assert "thaw failed" in [record.message for record in caplog.records]
 
 
-def test_the_error_of_a_capture_is_reported_if_the_thaw_also_fails(tmp_path: Path) -> None:
-    async def capture_disk() -> None:
-        host = _Host()
-        async with opened_engine(tmp_path, host) as engine:
-            await create(engine, "a")
-            host.capture_fails = True
-            with pytest.raises(BackendFailed, match="the disk cannot be read"):
-                await engine.snapshots.create("a", name="s", memory="none")
-            assert engine.snapshots.list() == []
-
-    asyncio.run(capture_disk())
+async def test_the_error_of_a_capture_is_reported_if_the_thaw_also_fails(tmp_path: Path) -> None:
+    host = _Host()
+    async with opened_engine(tmp_path, host) as engine:
+        await create(engine, "a")
+        host.capture_fails = True
+        with pytest.raises(BackendFailed, match="the disk cannot be read"):
+            await engine.snapshots.create("a", name="s", memory="none")
+        assert engine.snapshots.list() == []

@@ -24,19 +24,16 @@ async def _run_operation(engine: Engine, verb: str) -> list[Sandbox | GatewayErr
 
 
 @pytest.mark.parametrize("verb", ["create", "fork", "clone"])
-def test_the_same_key_returns_the_same_sandboxes(tmp_path: Path, verb: str) -> None:
-    async def run_scenario() -> None:
-        host = MemoryHost()
-        async with opened_engine(tmp_path, host) as engine:
-            await create(engine, "a")
-            host.fork_seconds = 0.05
-            results = await asyncio.gather(*(_run_operation(engine, verb) for _ in range(3)))
-            results.append(await _run_operation(engine, verb))
-            names = [[each.name for each in result if isinstance(each, Sandbox)] for result in results]
-            assert names == [names[0]] * 4 and len(engine.sandboxes.list()) == 1 + len(names[0])
-            if verb != "create":
-                assert names[0] == ["b", "c"]
-                await engine.sandboxes.delete("c")
-                assert await _run_operation(engine, verb) == [engine.sandboxes.get("b")]
-
-    asyncio.run(run_scenario())
+async def test_the_same_key_returns_the_same_sandboxes(tmp_path: Path, verb: str) -> None:
+    host = MemoryHost()
+    async with opened_engine(tmp_path, host) as engine:
+        await create(engine, "a")
+        host.fork_seconds = 0.05
+        results = await asyncio.gather(*(_run_operation(engine, verb) for _ in range(3)))
+        results.append(await _run_operation(engine, verb))
+        names = [[each.name for each in result if isinstance(each, Sandbox)] for result in results]
+        assert names == [names[0]] * 4 and len(engine.sandboxes.list()) == 1 + len(names[0])
+        if verb != "create":
+            assert names[0] == ["b", "c"]
+            await engine.sandboxes.delete("c")
+            assert await _run_operation(engine, verb) == [engine.sandboxes.get("b")]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from pathlib import Path
 
 import pytest
@@ -29,37 +28,31 @@ class _Host(MemoryHost):
         await super().remove_snapshot(snapshot)
 
 
-def test_a_failed_capture_can_be_retried_with_the_same_name(tmp_path: Path) -> None:
-    async def run_scenario() -> None:
-        host = _Host()
-        async with opened_engine(tmp_path, host) as engine:
-            await engine.volumes.create("v", 64)
-            await create(engine, "a")
-            await engine.attachments.attach("a", MountSpec("v", "/data"))
-            head = engine.sandboxes.get("a").head
-            host.is_full = True
-            with pytest.raises(NoSpace):
-                await engine.snapshots.create("a", name="s", volumes=["v"])
-            assert engine.snapshots.list() == [] and engine.index.volume_snapshots == {} == host.volume_snapshots
-            assert engine.sandboxes.get("a").head == head
-            host.is_full = False
-            snapshot = await engine.snapshots.create("a", name="s", volumes=["v"])
-            assert snapshot.parent == head and engine.sandboxes.get("a").head == snapshot.id
-
-    asyncio.run(run_scenario())
+async def test_a_failed_capture_can_be_retried_with_the_same_name(tmp_path: Path) -> None:
+    host = _Host()
+    async with opened_engine(tmp_path, host) as engine:
+        await engine.volumes.create("v", 64)
+        await create(engine, "a")
+        await engine.attachments.attach("a", MountSpec("v", "/data"))
+        head = engine.sandboxes.get("a").head
+        host.is_full = True
+        with pytest.raises(NoSpace):
+            await engine.snapshots.create("a", name="s", volumes=["v"])
+        assert engine.snapshots.list() == [] and engine.index.volume_snapshots == {} == host.volume_snapshots
+        assert engine.sandboxes.get("a").head == head
+        host.is_full = False
+        snapshot = await engine.snapshots.create("a", name="s", volumes=["v"])
+        assert snapshot.parent == head and engine.sandboxes.get("a").head == snapshot.id
 
 
-def test_resume_and_delete_succeed_if_the_pause_snapshot_cannot_be_removed(tmp_path: Path) -> None:
-    async def run_scenario() -> None:
-        host = _Host()
-        async with opened_engine(tmp_path, host) as engine:
-            await create(engine, "a")
-            for operation in (engine.sandboxes.resume, engine.sandboxes.delete):
-                await engine.sandboxes.pause("a")
-                host.removal_fails = True
-                await operation("a")
-                host.removal_fails = False
-                assert all(each.state is SandboxState.RUNNING for each in engine.sandboxes.list())
-            assert engine.sandboxes.list() == []
-
-    asyncio.run(run_scenario())
+async def test_resume_and_delete_succeed_if_the_pause_snapshot_cannot_be_removed(tmp_path: Path) -> None:
+    host = _Host()
+    async with opened_engine(tmp_path, host) as engine:
+        await create(engine, "a")
+        for operation in (engine.sandboxes.resume, engine.sandboxes.delete):
+            await engine.sandboxes.pause("a")
+            host.removal_fails = True
+            await operation("a")
+            host.removal_fails = False
+            assert all(each.state is SandboxState.RUNNING for each in engine.sandboxes.list())
+        assert engine.sandboxes.list() == []

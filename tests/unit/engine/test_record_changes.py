@@ -39,71 +39,58 @@ class _Host(MemoryHost):
         await super().remove_snapshot(snapshot)
 
 
-def test_a_deleted_sandbox_stays_deleted_while_its_head_is_deleted(tmp_path: Path) -> None:
-    async def run_scenario() -> None:
-        host = _Host()
-        async with opened_engine(tmp_path, host) as engine:
-            await create(engine, "a")
-            await engine.snapshots.create("a", name="head")
-            host.removal_gate = Gate()
-            deletion_task = asyncio.create_task(engine.sandboxes.delete("a"))
-            await host.removal_gate.reached.wait()
-            head_deletion_task = asyncio.create_task(engine.snapshots.delete("head"))  # changes the head of the sandbox
-            await asyncio.sleep(0.05)
-            host.removal_gate.opened.set()
-            await asyncio.gather(deletion_task, head_deletion_task)
-            assert engine.sandboxes.list() == [] and host.saved_sandboxes == {}
-            assert engine.snapshots.list() == []
-
-    asyncio.run(run_scenario())
+async def test_a_deleted_sandbox_stays_deleted_while_its_head_is_deleted(tmp_path: Path) -> None:
+    host = _Host()
+    async with opened_engine(tmp_path, host) as engine:
+        await create(engine, "a")
+        await engine.snapshots.create("a", name="head")
+        host.removal_gate = Gate()
+        deletion_task = asyncio.create_task(engine.sandboxes.delete("a"))
+        await host.removal_gate.reached.wait()
+        head_deletion_task = asyncio.create_task(engine.snapshots.delete("head"))  # changes the head of the sandbox
+        await asyncio.sleep(0.05)
+        host.removal_gate.opened.set()
+        await asyncio.gather(deletion_task, head_deletion_task)
+        assert engine.sandboxes.list() == [] and host.saved_sandboxes == {}
+        assert engine.snapshots.list() == []
 
 
-def test_a_save_that_waited_for_a_removal_raises_not_found(tmp_path: Path) -> None:
-    async def run_scenario() -> None:
-        host = _Host()
-        async with opened_engine(tmp_path, host) as engine:
-            sandbox = await create(engine, "a")
-            snapshot = await engine.snapshots.create("a", name="s")
-            host.removal_gate = Gate()
-            removal_task = asyncio.create_task(engine.sandboxes.delete("a"))
-            await host.removal_gate.reached.wait()
-            save_task = asyncio.create_task(
-                save_sandbox(engine.sandboxes._context, sandbox.id, metadata={"late": "yes"})
-            )
-            await asyncio.sleep(0.02)
-            host.removal_gate.opened.set()
-            await removal_task
-            with pytest.raises(NotFound):
-                await save_task
-            await engine.snapshots.delete("s")
-            with pytest.raises(NotFound):
-                await save_snapshot(engine.sandboxes._context, snapshot.id, description="late")
-            assert host.saved_sandboxes == {} and snapshot.id not in host.stored_ids
-
-    asyncio.run(run_scenario())
+async def test_a_save_that_waited_for_a_removal_raises_not_found(tmp_path: Path) -> None:
+    host = _Host()
+    async with opened_engine(tmp_path, host) as engine:
+        sandbox = await create(engine, "a")
+        snapshot = await engine.snapshots.create("a", name="s")
+        host.removal_gate = Gate()
+        removal_task = asyncio.create_task(engine.sandboxes.delete("a"))
+        await host.removal_gate.reached.wait()
+        save_task = asyncio.create_task(save_sandbox(engine.sandboxes._context, sandbox.id, metadata={"late": "yes"}))
+        await asyncio.sleep(0.02)
+        host.removal_gate.opened.set()
+        await removal_task
+        with pytest.raises(NotFound):
+            await save_task
+        await engine.snapshots.delete("s")
+        with pytest.raises(NotFound):
+            await save_snapshot(engine.sandboxes._context, snapshot.id, description="late")
+        assert host.saved_sandboxes == {} and snapshot.id not in host.stored_ids
 
 
-def test_a_removal_waits_for_a_save_in_progress(tmp_path: Path) -> None:
-    async def run_scenario() -> None:
-        host = _Host()
-        async with opened_engine(tmp_path, host) as engine:
-            await create(engine, "a")
-            snapshot = await engine.snapshots.create("a", name="s")
-            gate = Gate()
+async def test_a_removal_waits_for_a_save_in_progress(tmp_path: Path) -> None:
+    host = _Host()
+    async with opened_engine(tmp_path, host) as engine:
+        await create(engine, "a")
+        snapshot = await engine.snapshots.create("a", name="s")
+        gate = Gate()
 
-            async def save(record: Snapshot) -> None:
-                await gate()
-                host.stored_ids.add(record.id)
+        async def save(record: Snapshot) -> None:
+            await gate()
+            host.stored_ids.add(record.id)
 
-            host.save_snapshot = save  # type: ignore[method-assign]
-            save_task = asyncio.create_task(
-                save_snapshot(engine.sandboxes._context, snapshot.id, description="under way")
-            )
-            await gate.reached.wait()
-            removal_task = asyncio.create_task(engine.snapshots.delete("s"))
-            await asyncio.sleep(0.02)
-            gate.opened.set()
-            await asyncio.gather(save_task, removal_task)
-            assert snapshot.id not in host.stored_ids
-
-    asyncio.run(run_scenario())
+        host.save_snapshot = save  # type: ignore[method-assign]
+        save_task = asyncio.create_task(save_snapshot(engine.sandboxes._context, snapshot.id, description="under way"))
+        await gate.reached.wait()
+        removal_task = asyncio.create_task(engine.snapshots.delete("s"))
+        await asyncio.sleep(0.02)
+        gate.opened.set()
+        await asyncio.gather(save_task, removal_task)
+        assert snapshot.id not in host.stored_ids

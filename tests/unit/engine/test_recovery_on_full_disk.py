@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from pathlib import Path
 
 from sandbox_gateway.config import Config
@@ -41,36 +40,30 @@ class _Host(MemoryHost):
         await super().stop(sandbox)
 
 
-def test_the_gateway_starts_with_a_full_disk_after_a_reboot(tmp_path: Path) -> None:
-    async def run_scenario() -> None:
-        sandboxes = [Sandbox(name=name) for name in ("stuck", "a", "b")]
-        orphans = [Snapshot(kind=SnapshotKind.BASE), Snapshot(kind=SnapshotKind.PAUSE)]
-        host = _Host(Scan(sandboxes=sandboxes, snapshots=orphans))
-        engine = Engine(host, Config.model_validate({"host": {"state_root": str(tmp_path)}, "restart": "stay"}))
-        try:
-            await engine.open()
-            for name in ("a", "b"):
-                sandbox = engine.sandboxes.get(name)
-                assert sandbox.state is SandboxState.PAUSED and "went down" in sandbox.state_reason
-            host.is_full = False
-            await engine.sandboxes.resume("a")
-            assert host.saved_sandboxes[sandboxes[1].id].state is SandboxState.RUNNING
-        finally:
-            await engine.close()
-
-    asyncio.run(run_scenario())
+async def test_the_gateway_starts_with_a_full_disk_after_a_reboot(tmp_path: Path) -> None:
+    sandboxes = [Sandbox(name=name) for name in ("stuck", "a", "b")]
+    orphans = [Snapshot(kind=SnapshotKind.BASE), Snapshot(kind=SnapshotKind.PAUSE)]
+    host = _Host(Scan(sandboxes=sandboxes, snapshots=orphans))
+    engine = Engine(host, Config.model_validate({"host": {"state_root": str(tmp_path)}, "restart": "stay"}))
+    try:
+        await engine.open()
+        for name in ("a", "b"):
+            sandbox = engine.sandboxes.get(name)
+            assert sandbox.state is SandboxState.PAUSED and "went down" in sandbox.state_reason
+        host.is_full = False
+        await engine.sandboxes.resume("a")
+        assert host.saved_sandboxes[sandboxes[1].id].state is SandboxState.RUNNING
+    finally:
+        await engine.close()
 
 
-def test_a_sandbox_whose_machine_stops_is_paused_even_if_the_save_fails(tmp_path: Path) -> None:
-    async def run_scenario() -> None:
-        host = _Host()
-        async with opened_engine(tmp_path, host) as engine:
-            sandbox = await create(engine, "a")
-            host.is_full = True
-            await host.stop(sandbox)
-            host._exit(sandbox.instance)
-            await wait_until(lambda: engine.sandboxes.get("a").state is SandboxState.PAUSED)
-            host.is_full = False
-            await engine.sandboxes.resume("a")
-
-    asyncio.run(run_scenario())
+async def test_a_sandbox_whose_machine_stops_is_paused_even_if_the_save_fails(tmp_path: Path) -> None:
+    host = _Host()
+    async with opened_engine(tmp_path, host) as engine:
+        sandbox = await create(engine, "a")
+        host.is_full = True
+        await host.stop(sandbox)
+        host._exit(sandbox.instance)
+        await wait_until(lambda: engine.sandboxes.get("a").state is SandboxState.PAUSED)
+        host.is_full = False
+        await engine.sandboxes.resume("a")

@@ -48,6 +48,7 @@ class FakeMachine:
             await asyncio.sleep(0.05)
         finally:
             responder.cancel()
+            await asyncio.gather(responder, return_exceptions=True)
             server.close()
 
     def close(self) -> None:
@@ -104,11 +105,11 @@ def opened_machine(monkeypatch: pytest.MonkeyPatch, *line_responses: bytes | Non
         [b"?output from before the capture" + b"CHALLENGE"],
     ],
 )
-def test_the_identity_is_sent_over_the_line_if_the_agent_responds(
+async def test_the_identity_is_sent_over_the_line_if_the_agent_responds(
     monkeypatch: pytest.MonkeyPatch, line_responses: list[bytes]
 ) -> None:
     with opened_machine(monkeypatch, *line_responses) as fake_machine:
-        asyncio.run(fake_machine.identify(make_identity(COLOUR="green")))
+        await fake_machine.identify(make_identity(COLOUR="green"))
     assert fake_machine.http_identities == []
     (line_identity,) = fake_machine.line_identities
     assert (line_identity["hostname"], line_identity["env"], line_identity["wait"]) == (
@@ -119,33 +120,33 @@ def test_the_identity_is_sent_over_the_line_if_the_agent_responds(
     assert abs(line_identity["time"] - time.time()) < 5
 
 
-def test_the_identity_is_sent_over_http_if_there_is_no_line(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_the_identity_is_sent_over_http_if_there_is_no_line(monkeypatch: pytest.MonkeyPatch) -> None:
     with opened_machine(monkeypatch) as fake_machine:
-        asyncio.run(fake_machine.identify(make_identity(COLOUR="green"), use_line=False))
+        await fake_machine.identify(make_identity(COLOUR="green"), use_line=False)
     assert fake_machine.line_identities == []
     assert [request["env"] for request in fake_machine.http_identities] == [{"COLOUR": "green"}]
 
 
 @pytest.mark.parametrize("line_responses", [[], [b"?something else"], [None], [b"x" * FRAME_BYTES] * 100])
-def test_the_identity_is_sent_over_http_if_the_line_does_not_respond(
+async def test_the_identity_is_sent_over_http_if_the_line_does_not_respond(
     monkeypatch: pytest.MonkeyPatch, line_responses: list[bytes | None]
 ) -> None:
     monkeypatch.setattr(agent_client, "_LINE_TIMEOUT_SECONDS", 0.3)
     with opened_machine(monkeypatch, *line_responses) as fake_machine:
         start_time = time.monotonic()
-        asyncio.run(fake_machine.identify(make_identity()))
+        await fake_machine.identify(make_identity())
     assert time.monotonic() - start_time < 2
     assert fake_machine.line_identities == [] and len(fake_machine.http_identities) == 1
 
 
-def test_a_long_identity_is_sent_over_http(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_long_identity_is_sent_over_http(monkeypatch: pytest.MonkeyPatch) -> None:
     with opened_machine(monkeypatch, b"CHALLENGE") as fake_machine:
-        asyncio.run(fake_machine.identify(make_identity(LONG="x" * FRAME_BYTES)))
+        await fake_machine.identify(make_identity(LONG="x" * FRAME_BYTES))
     assert fake_machine.line_identities == []
     assert [request["env"]["LONG"] for request in fake_machine.http_identities] == ["x" * FRAME_BYTES]
 
 
-def test_only_one_of_several_simultaneous_connections_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_only_one_of_several_simultaneous_connections_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
     """Several attempts can succeed simultaneously, for example when the guest's network comes up."""
     attempt_count, connect_event = 0, asyncio.Event()
     original_open_connection = agent_client.open_connection
@@ -160,43 +161,40 @@ def test_only_one_of_several_simultaneous_connections_is_used(monkeypatch: pytes
 
     monkeypatch.setattr(agent_client, "open_connection", connect_later)
     with opened_machine(monkeypatch) as fake_machine:
-        asyncio.run(fake_machine.identify(make_identity(), use_line=False))
+        await fake_machine.identify(make_identity(), use_line=False)
     assert len(fake_machine.http_identities) == 1
     assert fake_machine.dropped_connection_count == attempt_count - 1 > 3
 
 
-def test_identify_fails_immediately_if_the_machine_has_stopped(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_identify_fails_immediately_if_the_machine_has_stopped(monkeypatch: pytest.MonkeyPatch) -> None:
     with opened_machine(monkeypatch, None) as fake_machine:
         start_time = time.monotonic()
         fake_machine._listener.close()
         fake_machine._listener = socket.create_server((ADDRESS, 0))
         with pytest.raises(BackendFailed, match="its machine stopped"):
-            asyncio.run(fake_machine.identify(make_identity(), end_reason="its machine stopped"))
+            await fake_machine.identify(make_identity(), end_reason="its machine stopped")
     assert time.monotonic() - start_time < 1
 
 
-def test_the_identity_is_sent_over_http_if_the_host_closes_the_line(monkeypatch: pytest.MonkeyPatch) -> None:
-    async def identify_while_line_closes(fake_machine: FakeMachine) -> None:
-        asyncio.get_running_loop().call_later(0.1, fake_machine.line.close)
-        await fake_machine.identify(make_identity())
-
+async def test_the_identity_is_sent_over_http_if_the_host_closes_the_line(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(agent_client, "_LINE_TIMEOUT_SECONDS", 0.3)
     with opened_machine(monkeypatch) as fake_machine:
-        asyncio.run(identify_while_line_closes(fake_machine))
+        asyncio.get_running_loop().call_later(0.1, fake_machine.line.close)
+        await fake_machine.identify(make_identity())
     assert len(fake_machine.http_identities) == 1
 
 
 @pytest.mark.parametrize("env", [{"": "x"}, {"A=B": "x"}, {"A\0": "x"}, {"A": "x\0"}])
-def test_an_invalid_environment_is_refused(monkeypatch: pytest.MonkeyPatch, env: dict[str, str]) -> None:
+async def test_an_invalid_environment_is_refused(monkeypatch: pytest.MonkeyPatch, env: dict[str, str]) -> None:
     with (
         opened_machine(monkeypatch, b"CHALLENGE") as fake_machine,
         pytest.raises(Invalid, match="env contains the invalid variable"),
     ):
-        asyncio.run(fake_machine.identify(make_identity(**env)))
+        await fake_machine.identify(make_identity(**env))
     assert fake_machine.line_identities == fake_machine.http_identities == []
 
 
-def _call_agent(response: bytes, monkeypatch: pytest.MonkeyPatch, action: Any) -> Any:
+async def _call_agent(response: bytes, monkeypatch: pytest.MonkeyPatch, action: Any) -> Any:
     """Return the result of ``action(client)``, where the client's agent answers every request with ``response``."""
 
     async def serve_response(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -208,13 +206,10 @@ def _call_agent(response: bytes, monkeypatch: pytest.MonkeyPatch, action: Any) -
             await writer.drain()
         writer.close()
 
-    async def run_action() -> Any:
-        server = await asyncio.start_server(serve_response, ADDRESS, 0)
-        monkeypatch.setattr(agent_client, "AGENT_PORT", server.sockets[0].getsockname()[1])
-        async with server:
-            return await action(AgentClient(Endpoint(ADDRESS), ""))
-
-    return asyncio.run(run_action())
+    server = await asyncio.start_server(serve_response, ADDRESS, 0)
+    monkeypatch.setattr(agent_client, "AGENT_PORT", server.sockets[0].getsockname()[1])
+    async with server:
+        return await action(AgentClient(Endpoint(ADDRESS), ""))
 
 
 def _make_http_response(status: int, body: bytes) -> bytes:
@@ -235,23 +230,21 @@ def _make_http_response(status: int, body: bytes) -> bytes:
         _make_http_response(500, b"[" * 30_000),
     ],
 )
-def test_an_invalid_response_raises_backend_failed(monkeypatch: pytest.MonkeyPatch, response: bytes) -> None:
+async def test_an_invalid_response_raises_backend_failed(monkeypatch: pytest.MonkeyPatch, response: bytes) -> None:
     with pytest.raises(BackendFailed):
-        _call_agent(response, monkeypatch, lambda client: client.exec(["true"]))
+        await _call_agent(response, monkeypatch, lambda client: client.exec(["true"]))
 
 
-def test_the_size_of_responses_is_limited(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_the_size_of_responses_is_limited(monkeypatch: pytest.MonkeyPatch) -> None:
     large_response = _make_http_response(200, b'{"a": "' + b"x" * (2 << 20) + b'"}')
     with pytest.raises(BackendFailed, match="more than 262144 bytes"):
-        _call_agent(large_response, monkeypatch, lambda client: client.call("/sync", {}))
+        await _call_agent(large_response, monkeypatch, lambda client: client.call("/sync", {}))
     large_body = json.dumps({"exitCode": 0, "stdout": "eHh4" * (1 << 19)}).encode()
-    assert (
-        len(_call_agent(_make_http_response(200, large_body), monkeypatch, lambda client: client.exec(["x"])).stdout)
-        == 3 << 19
-    )
+    result = await _call_agent(_make_http_response(200, large_body), monkeypatch, lambda client: client.exec(["x"]))
+    assert len(result.stdout) == 3 << 19
 
 
-def test_a_response_in_tiny_pieces_does_not_block_the_event_loop(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_response_in_tiny_pieces_does_not_block_the_event_loop(monkeypatch: pytest.MonkeyPatch) -> None:
     turn_count = 0
 
     async def call_and_count_turns(client: AgentClient) -> None:
@@ -268,18 +261,19 @@ def test_a_response_in_tiny_pieces_does_not_block_the_event_loop(monkeypatch: py
         counter_task.cancel()
 
     body = b"".join(b"1\r\n%c\r\n" % byte for byte in b'{"a": "' + b"x" * 5000 + b'"}')
-    _call_agent(
+    await _call_agent(
         b"HTTP/1.1 200 x\r\nTransfer-Encoding: chunked\r\n\r\n" + body + b"0\r\n\r\n", monkeypatch, call_and_count_turns
     )
     assert turn_count > 5000
 
 
-def test_an_unpaired_surrogate_is_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_an_unpaired_surrogate_is_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
     response = _make_http_response(200, b'{"result": "\\ud800", "error": "", "exit_code": 0}')
-    assert _call_agent(response, monkeypatch, lambda client: client.eval("x", timeout=1)).result == "?"
+    result = await _call_agent(response, monkeypatch, lambda client: client.eval("x", timeout=1))
+    assert result.result == "?"
 
 
-def _upload_file(
+async def _upload_file(
     monkeypatch: pytest.MonkeyPatch, response: bytes, size: int, *, read_bytes: int | None = None
 ) -> bytes:
     """Upload ``size`` bytes to an agent that reads ``read_bytes`` of them before it responds. Returns what it read."""
@@ -297,31 +291,28 @@ def _upload_file(
         for start in range(0, size, 1 << 16):
             yield bytes(min(1 << 16, size - start))
 
-    async def run() -> None:
-        server = await asyncio.start_server(serve, ADDRESS, 0)
-        monkeypatch.setattr(agent_client, "AGENT_PORT", server.sockets[0].getsockname()[1])
-        async with server:
-            await AgentClient(Endpoint(ADDRESS), "token").upload("/a b.tar", size, generate_pieces(), seconds=20)
-
-    asyncio.run(run())
+    server = await asyncio.start_server(serve, ADDRESS, 0)
+    monkeypatch.setattr(agent_client, "AGENT_PORT", server.sockets[0].getsockname()[1])
+    async with server:
+        await AgentClient(Endpoint(ADDRESS), "token").upload("/a b.tar", size, generate_pieces(), seconds=20)
     return bytes(received_data)
 
 
 @pytest.mark.parametrize("size", [0, 1, 3_000_000])
-def test_an_upload_arrives_complete(monkeypatch: pytest.MonkeyPatch, size: int) -> None:
-    received_data = _upload_file(monkeypatch, _make_http_response(200, b"[]"), size)
+async def test_an_upload_arrives_complete(monkeypatch: pytest.MonkeyPatch, size: int) -> None:
+    received_data = await _upload_file(monkeypatch, _make_http_response(200, b"[]"), size)
     head, _, body = received_data.partition(b"\r\n\r\n")
     assert head.startswith(b"POST /files?path=%2Fa+b.tar&username=root HTTP/1.1\r\n")
     assert body == bytes(size)
 
 
-def test_an_agent_that_refuses_an_upload_while_it_is_sent_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_an_agent_that_refuses_an_upload_while_it_is_sent_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
     """The rest of the file, which does not fit into the buffers of the connection, is never read."""
     response = _make_http_response(507, b'{"message": "no space left"}')
     with pytest.raises(BackendFailed, match="no space left"):
-        _upload_file(monkeypatch, response, 64 << 20, read_bytes=10)
+        await _upload_file(monkeypatch, response, 64 << 20, read_bytes=10)
 
 
-def test_an_agent_that_hangs_up_during_an_upload_causes_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_an_agent_that_hangs_up_during_an_upload_causes_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(BackendFailed, match="the connection to the sandbox was lost"):
-        _upload_file(monkeypatch, b"", 1 << 20)
+        await _upload_file(monkeypatch, b"", 1 << 20)

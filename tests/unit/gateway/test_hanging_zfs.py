@@ -120,19 +120,16 @@ def test_a_hung_commands_error_names_the_dataset_and_a_remedy(set_timeout: Any) 
         process.execute(("set", "a=b", "p/hanging"), name="p/hanging")
 
 
-def test_hung_commands_do_not_use_up_the_threads_for_other_work(set_timeout: Callable[[float], None]) -> None:
+async def test_hung_commands_do_not_use_up_the_threads_for_other_work(set_timeout: Callable[[float], None]) -> None:
     set_timeout(30)
 
-    async def run_scenario() -> None:
-        done = threading.Event()
-        hanging_calls = [asyncio.ensure_future(run_in_thread(done.wait, 30)) for _ in range(100)]
-        await asyncio.sleep(0)
-        async with asyncio.timeout(5):
-            assert await run_in_thread(lambda text: text, "another verb") == "another verb"
-        done.set()
-        assert all(await asyncio.gather(*hanging_calls))
-
-    asyncio.run(run_scenario())
+    done = threading.Event()
+    hanging_calls = [asyncio.ensure_future(run_in_thread(done.wait, 30)) for _ in range(100)]
+    await asyncio.sleep(0)
+    async with asyncio.timeout(5):
+        assert await run_in_thread(lambda text: text, "another verb") == "another verb"
+    done.set()
+    assert all(await asyncio.gather(*hanging_calls))
 
 
 def test_a_removal_waits_for_another_removal_but_not_for_a_hung_one(
@@ -304,7 +301,7 @@ def test_a_hung_file_system_hides_only_its_own_usage(monkeypatch: pytest.MonkeyP
     wait_until(lambda: asyncio.run(usage.read(paths))["hung"] == 1)
 
 
-def test_each_hung_file_system_blocks_only_one_thread(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+async def test_each_hung_file_system_blocks_only_one_thread(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Several file systems become hung while they are read at the same time, and respond one after the other."""
     monkeypatch.setattr(disk_usage, "_TIMEOUT_SECONDS", 1.0)
     paths = {name: tmp_path / name for name in ("a", "b", "c")}
@@ -322,17 +319,14 @@ def test_each_hung_file_system_blocks_only_one_thread(monkeypatch: pytest.Monkey
     monkeypatch.setattr(disk_usage, "_read_used_bytes", read)
     usage = DiskUsage()
 
-    async def run_scenario() -> None:
-        await asyncio.gather(*(usage.read(paths) for _ in range(5)))
-        assert sorted(active_paths) == sorted(paths.values())
-        release_events[paths["a"]].set()
-        await run_in_thread(wait_until, lambda: len(active_paths) == 2)
-        await usage.read({"b": paths["b"], "c": paths["c"]})
-        assert sorted(calls) == sorted(paths.values()), "a file system blocks two threads"
-        for event in release_events.values():
-            event.set()
-
-    asyncio.run(run_scenario())
+    await asyncio.gather(*(usage.read(paths) for _ in range(5)))
+    assert sorted(active_paths) == sorted(paths.values())
+    release_events[paths["a"]].set()
+    await run_in_thread(wait_until, lambda: len(active_paths) == 2)
+    await usage.read({"b": paths["b"], "c": paths["c"]})
+    assert sorted(calls) == sorted(paths.values()), "a file system blocks two threads"
+    for event in release_events.values():
+        event.set()
 
 
 def test_most_commands_count_as_slow_after_ten_seconds() -> None:

@@ -261,11 +261,11 @@ def test_a_jail_host_refuses_images() -> None:
 
 
 @pytest.mark.parametrize("transport", ["oci-archive", "docker-archive"])
-def test_an_archive_that_never_ends_is_refused(tmp_path: Path, transport: str) -> None:
+async def test_an_archive_that_never_ends_is_refused(tmp_path: Path, transport: str) -> None:
     os.mkfifo(tmp_path / "pipe")
     for path in (tmp_path / "pipe", "/dev/zero"):
         with pytest.raises(Invalid, match="cannot be read on the gateway's host: it is not a regular file"):
-            asyncio.run(registry.resolve_digest(parse_image_reference(f"{transport}:{path}"), KvmXfs()))
+            await registry.resolve_digest(parse_image_reference(f"{transport}:{path}"), KvmXfs())
 
 
 @pytest.fixture
@@ -280,21 +280,21 @@ def skopeo_output(monkeypatch: pytest.MonkeyPatch) -> list[bytes]:
     return output
 
 
-def test_a_registry_that_sends_an_image_with_a_different_digest_is_refused(skopeo_output: list[bytes]) -> None:
+async def test_a_registry_that_sends_an_image_with_a_different_digest_is_refused(skopeo_output: list[bytes]) -> None:
     named_manifest, other_manifest = b'{"named": "\xff"}', b'{"named": "\xfe"}'
     digest = f"sha256:{hashlib.sha256(named_manifest).hexdigest()}"
     image = parse_image_reference(f"registry.example/app@{digest}")
     skopeo_output[0] = named_manifest
-    assert asyncio.run(registry.resolve_digest(image, KvmXfs())) == digest
+    assert await registry.resolve_digest(image, KvmXfs()) == digest
     skopeo_output[0] = other_manifest
     with pytest.raises(
         Invalid, match=rf"registry\.example sent a different image for .*@{digest}, with the digest sha256:"
     ):
-        asyncio.run(registry.resolve_digest(image, KvmXfs()))
-    assert asyncio.run(registry.resolve_digest(IMAGE, KvmXfs())) != digest
+        await registry.resolve_digest(image, KvmXfs())
+    assert await registry.resolve_digest(IMAGE, KvmXfs()) != digest
 
 
-def test_a_host_user_cannot_read_the_proxys_password_in_a_command_line(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_host_user_cannot_read_the_proxys_password_in_a_command_line(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("https_proxy", "http://user:s3cret@proxy.example")
     monkeypatch.setenv("API_KEY", "s3cret")
     command_lines, environments = [], []
@@ -305,25 +305,27 @@ def test_a_host_user_cannot_read_the_proxys_password_in_a_command_line(monkeypat
         return subprocess.CompletedProcess(argv, 0, b"", b"")
 
     monkeypatch.setattr(registry, "run_async_bytes", record)
-    asyncio.run(registry.resolve_digest(IMAGE, KvmXfs()))
+    await registry.resolve_digest(IMAGE, KvmXfs())
     assert "s3cret" not in command_lines[0] and "skopeo" in command_lines[0]
     assert environments == [{"https_proxy": "http://user:s3cret@proxy.example"}]
 
 
-def test_a_registry_that_accepts_and_never_answers_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+async def test_a_registry_that_accepts_and_never_answers_is_named(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     async def time_out(argv: Sequence[str], *, timeout: float, **options: Any) -> subprocess.CompletedProcess[bytes]:
         raise CommandTimeout("bwrap --die-with-parent did not finish")
 
     monkeypatch.setattr(registry, "run_async_bytes", time_out)
     with pytest.raises(Invalid, match=r"registry\.example did not send a complete response for .* within 60 s"):
-        asyncio.run(registry.resolve_digest(IMAGE, KvmXfs()))
+        await registry.resolve_digest(IMAGE, KvmXfs())
     image = parse_image_reference(f"oci:{tmp_path}")
     (tmp_path / "work").mkdir()
     with pytest.raises(Invalid, match=f"reading the image oci:{tmp_path} took longer than 3600 s"):
-        asyncio.run(registry.copy_image(image, tmp_path / "work", KvmXfs(), 1 << 20, lambda line: None))
+        await registry.copy_image(image, tmp_path / "work", KvmXfs(), 1 << 20, lambda line: None)
 
 
-def test_a_registry_that_stops_sending_does_not_occupy_a_build_slot(
+async def test_a_registry_that_stops_sending_does_not_occupy_a_build_slot(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     async def hang(*args: Any) -> bytes:
@@ -334,7 +336,7 @@ def test_a_registry_that_stops_sending_does_not_occupy_a_build_slot(
     monkeypatch.setattr(measuring, "_INTERVAL_SECONDS", 0.01)
     monkeypatch.setattr(registry, "_STALL_SECONDS", 0)
     with pytest.raises(Invalid, match=r"the registry registry\.example has sent less than 256 KiB of the image"):
-        asyncio.run(registry.copy_image(IMAGE, tmp_path, KvmXfs(), 1 << 20, lambda line: None))
+        await registry.copy_image(IMAGE, tmp_path, KvmXfs(), 1 << 20, lambda line: None)
 
 
 def test_a_copy_stalls_if_it_grows_too_little_for_two_minutes() -> None:

@@ -10,21 +10,17 @@ from sandbox_gateway.engine.keyed_locks import KeyedLocks
 from sandbox_gateway.errors import Busy
 
 
-def test_a_lock_is_exclusive_and_other_keys_are_independent() -> None:
-    async def run_scenario() -> list[str]:
-        locks, events = KeyedLocks(5), []
+async def test_a_lock_is_exclusive_and_other_keys_are_independent() -> None:
+    locks, events = KeyedLocks(5), []
 
-        async def work(key: str, name: str) -> None:
-            async with locks.held(key, key):
-                events.append(f"{name} in")
-                await asyncio.sleep(0.01)
-                events.append(f"{name} out")
+    async def work(key: str, name: str) -> None:
+        async with locks.held(key, key):
+            events.append(f"{name} in")
+            await asyncio.sleep(0.01)
+            events.append(f"{name} out")
 
-        await asyncio.gather(work("a", "1"), work("a", "2"), work("b", "3"))
-        assert not locks._locks
-        return events
-
-    events = asyncio.run(run_scenario())
+    await asyncio.gather(work("a", "1"), work("a", "2"), work("b", "3"))
+    assert not locks._locks
     assert events.index("1 out") < events.index("2 in")
     assert events.index("3 in") < events.index("1 out")
 

@@ -12,7 +12,7 @@ from sandbox_gateway.log import Logger
 from sandbox_gateway.tasks import BackgroundTasks, finish_despite_cancellation, wait_for_all
 
 
-def test_the_first_error_is_raised_after_all_tasks_have_finished() -> None:
+async def test_the_first_error_is_raised_after_all_tasks_have_finished() -> None:
     finished_names: list[str] = []
 
     async def work(name: str, seconds: float, error: Exception | None = None) -> str:
@@ -22,22 +22,21 @@ def test_the_first_error_is_raised_after_all_tasks_have_finished() -> None:
             raise error
         return name
 
-    async def run_scenario() -> None:
-        assert await finish_despite_cancellation(wait_for_all(work("a", 0.02), work("b", 0.01))) == ["a", "b"]
-        with pytest.raises(BackendFailed, match="one"):
-            await finish_despite_cancellation(wait_for_all(work("c", 0.01, BackendFailed("one")), work("d", 0.05)))
-        assert finished_names[-2:] == ["c", "d"]
-        task = asyncio.create_task(finish_despite_cancellation(wait_for_all(work("e", 0.05))))
-        await asyncio.sleep(0.01)
-        task.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await task
-        assert finished_names[-1] == "e"
-
-    asyncio.run(run_scenario())
+    assert await finish_despite_cancellation(wait_for_all(work("a", 0.02), work("b", 0.01))) == ["a", "b"]
+    with pytest.raises(BackendFailed, match="one"):
+        await finish_despite_cancellation(wait_for_all(work("c", 0.01, BackendFailed("one")), work("d", 0.05)))
+    assert finished_names[-2:] == ["c", "d"]
+    task = asyncio.create_task(finish_despite_cancellation(wait_for_all(work("e", 0.05))))
+    await asyncio.sleep(0.01)
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    assert finished_names[-1] == "e"
 
 
-def test_background_tasks_are_awaited_cancelled_and_their_failures_logged(caplog: pytest.LogCaptureFixture) -> None:
+async def test_background_tasks_are_awaited_cancelled_and_their_failures_logged(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     finished_names: list[str] = []
 
     async def work(name: str, seconds: float) -> str:
@@ -48,7 +47,7 @@ def test_background_tasks_are_awaited_cancelled_and_their_failures_logged(caplog
     async def fail() -> None:
         raise BackendFailed("one")
 
-    async def run_scenario() -> None:
+    with caplog.at_level(logging.ERROR, "sandbox_gateway"):
         tasks = BackgroundTasks(Logger("test"), failure_event="it failed")
         tasks.start(fail())
         assert await tasks.start(work("a", 0.01)) == "a"
@@ -58,26 +57,20 @@ def test_background_tasks_are_awaited_cancelled_and_their_failures_logged(caplog
         await tasks.cancel()
         await tasks.wait()
         assert finished_names == ["a", "b"]
-
-    with caplog.at_level(logging.ERROR, "sandbox_gateway"):
-        asyncio.run(run_scenario())
     assert [record.getMessage() for record in caplog.records] == ["it failed"]
 
 
-def test_work_finishes_even_if_its_caller_is_cancelled_repeatedly() -> None:
+async def test_work_finishes_even_if_its_caller_is_cancelled_repeatedly() -> None:
     finished_names: list[str] = []
 
     async def work() -> None:
         await asyncio.sleep(0.05)
         finished_names.append("work")
 
-    async def run_scenario() -> None:
-        task = asyncio.create_task(finish_despite_cancellation(work()))
-        for _ in range(3):
-            await asyncio.sleep(0.01)
-            task.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await task
-        assert finished_names == ["work"]
-
-    asyncio.run(run_scenario())
+    task = asyncio.create_task(finish_despite_cancellation(work()))
+    for _ in range(3):
+        await asyncio.sleep(0.01)
+        task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    assert finished_names == ["work"]
