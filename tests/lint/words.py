@@ -1,4 +1,4 @@
-"""Check the wording of guides, docstrings, help texts, errors, log messages and module documentation.
+"""Check the wording of guides, changelogs, docstrings, help texts, errors, log messages and module documentation.
 
 `python -m tests.lint.words` prints each finding with its remedy, and exits with 1 if there are more findings than
 `allowed.toml` permits. Guides have no allowance. `--update` lowers the allowances to the current counts.
@@ -7,16 +7,17 @@
 from __future__ import annotations
 
 import ast
+import inspect
 import re
 import sys
 import textwrap
 import tomllib
 from bisect import bisect_right
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +38,9 @@ GUIDE_PATHS = (
     "benchmarks/README.md",
     "requirements/README.md",
     "changelogs/fragments",
+    "CHANGELOG.rst",
+    "gateway/README.md",
+    "dev",
 )
 CODE_PATHS = ("gateway/src", "gateway/extras", "plugins", "roles", "playbooks", "benchmarks", "tests", "requirements")
 
@@ -144,33 +148,53 @@ MESSAGE_FUNCTIONS = {
     "add_parser",
     "add_subparsers",
 }
-MESSAGE_KEYWORDS = {"help", "description", "epilog", "short_help", "msg", "metavar_help"}
+MESSAGE_KEYWORDS = {"help", "description", "epilog", "short_help", "message", "msg", "metavar_help"}
+ERRORS_FILE = REPOSITORY / "gateway/src/sandbox_gateway/errors.py"
+
+
+@cache
+def list_error_classes() -> frozenset[str]:
+    """Return the names of the gateway's error classes, most of which do not end like those of an error."""
+    classes = {node.name for node in ast.parse(ERRORS_FILE.read_text()).body if isinstance(node, ast.ClassDef)}
+    return frozenset(classes | {"Refusal"})
 
 
 def extract_python(text: str) -> Iterator[Prose]:
-    """Yield docstrings, help texts, errors, log messages and the documentation of modules."""
+    """Yield docstrings, help texts, errors, log messages and the documentation of modules.
+
+    An error is a call that is raised, or that creates an instance of an error class, for example to return it.
+    """
     tree = ast.parse(text)
+    raised_calls = {id(node.exc) for node in ast.walk(tree) if isinstance(node, ast.Raise)}
     for node in ast.walk(tree):
         if isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)):
             if ast.get_docstring(node) is not None:
                 yield from _split_paragraphs(node.body[0].lineno, ast.get_docstring(node) or "")
-        elif isinstance(node, ast.Raise) and isinstance(node.exc, ast.Call):
-            yield from (prose for argument in node.exc.args for prose in _extract_literal_text(argument))
+            yield from _extract_attribute_docstrings(node.body)
         elif isinstance(node, ast.Call):
-            yield from _extract_call_texts(node)
+            yield from _extract_call_texts(node, is_error=id(node) in raised_calls)
         elif isinstance(node, ast.Assign) and getattr(node.targets[0], "id", "") in ("DOCUMENTATION", "RETURN"):
             yield from (
                 Prose(node.lineno, each) for each in _find_descriptions(yaml.safe_load(_read_literal(node.value)))
             )
 
 
-def _extract_call_texts(node: ast.Call) -> Iterator[Prose]:
+def _extract_attribute_docstrings(body: Sequence[ast.stmt]) -> Iterator[Prose]:
+    """Yield the strings that directly follow an assignment."""
+    for assignment, statement in pairwise(body):
+        if isinstance(assignment, (ast.Assign, ast.AnnAssign)) and isinstance(statement, ast.Expr):
+            yield from _split_paragraphs(statement.lineno, inspect.cleandoc(_read_literal(statement.value)))
+
+
+def _extract_call_texts(node: ast.Call, *, is_error: bool) -> Iterator[Prose]:
     name = getattr(node.func, "attr", getattr(node.func, "id", ""))
     for keyword in node.keywords:
         if keyword.arg in MESSAGE_KEYWORDS:
             yield from _extract_literal_text(keyword.value)
-    if (name in LOG_METHODS or name in MESSAGE_FUNCTIONS or name.endswith(("Error", "Failure"))) and node.args:
-        yield from _extract_literal_text(node.args[0])
+    if is_error or name in list_error_classes() or name.endswith(("Error", "Failed", "Failure")):
+        yield from (prose for argument in node.args for prose in _extract_literal_text(argument))
+    elif name in LOG_METHODS or name in MESSAGE_FUNCTIONS:
+        yield from (prose for argument in node.args[:1] for prose in _extract_literal_text(argument))
 
 
 def _extract_literal_text(node: ast.expr) -> Iterator[Prose]:
@@ -244,8 +268,40 @@ def extract_fragment(text: str) -> Iterator[Prose]:
         yield from (Prose(1, _strip_markup(each)) for each in entries)
 
 
+def extract_changelog(text: str) -> Iterator[Prose]:
+    """Yield the headings and the entries of the changelog that antsibull-changelog generates."""
+    lines = ("" if re.match(r"\.\. |(\W)\1+$", line) else line for line in text.splitlines())
+    return extract_markdown("\n".join(lines))
+
+
+def extract_script_help(text: str) -> Iterator[Prose]:
+    """Yield the descriptions and the paragraphs of a shell script's usage, without the names of the commands.
+
+    Commands are indented by two spaces, and descriptions are in a column on the right.
+    """
+    lines = text.splitlines()
+    start = next(number for number, line in enumerate(lines, 1) if line.endswith("<<'END'"))
+    usage = lines[start : lines.index("END")]
+    column = min(len(line) - len(line.lstrip()) for line in usage if line.startswith(" " * 10))
+    block: list[str] = []
+    block_line = 0
+    for number, line in enumerate([*usage, ""], start + 1):
+        is_command = bool(re.match(r" {2}\S", line))
+        if block and (is_command or not line.strip()):
+            yield Prose(block_line, " ".join(block))
+            block = []
+        description = line[column:] if line[column - 1 : column] == " " else ""
+        if words := (description if is_command else line).split():
+            block_line = block_line if block else number
+            block += words
+
+
 def extract_prose(path: Path) -> list[Prose]:
     text = path.read_text()
+    if path.name == "dev":
+        return list(extract_script_help(text))
+    if path.suffix == ".rst":
+        return list(extract_changelog(text))
     if path.suffix == ".md":
         return list(extract_markdown(text))
     if path.suffix == ".py":

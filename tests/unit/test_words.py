@@ -72,6 +72,77 @@ def f(x):
     ]
 
 
+def test_errors_that_are_returned_are_read() -> None:
+    source = """
+def f(x):
+    yield Refusal(409, f"a refusal about {x}")
+    if x:
+        return NotFound("template", x, message="text of the keyword")
+    error = Failure("a failure of the command line", "unrelated words")
+    raise create_error("raised indirectly")
+    y = Sandbox("not an error")
+"""
+    assert sorted(text for _, text in extract_texts(words.extract_python, source)) == [
+        "a failure of the command line",
+        "a refusal about CODE",
+        "raised indirectly",
+        "text of the keyword",
+        "unrelated words",
+    ]
+
+
+def test_docstrings_of_attributes_are_read() -> None:
+    source = '''
+SIZE = 1
+"""Text about
+a constant."""
+"no docstring"
+class A:
+    x: int
+    """Text about a field."""
+    def f(self):
+        self.y = 1
+        """Text about an attribute."""
+'''
+    assert sorted(extract_texts(words.extract_python, source)) == [
+        (3, "Text about a constant."),
+        (8, "Text about a field."),
+        (11, "Text about an attribute."),
+    ]
+
+
+def test_the_help_of_scripts_is_read_without_the_commands() -> None:
+    source = """#!/bin/sh
+cat <<'END'
+usage: ./dev COMMAND
+
+  one [OPTION|OPTION]
+            first description
+            of two lines
+  two NAME  second; see below
+
+A paragraph
+of two lines.
+END
+echo "not this"
+"""
+    assert extract_texts(words.extract_script_help, source) == [
+        (3, "usage: ./dev COMMAND"),
+        (6, "first description of two lines"),
+        (8, "second; see below"),
+        (10, "A paragraph of two lines."),
+    ]
+
+
+def test_headings_and_entries_of_changelogs_are_read() -> None:
+    source = ".. contents:: Topics\n\nv1\n==\n\n- An entry with ``code``.\n- Another.\n"
+    assert extract_texts(words.extract_changelog, source) == [
+        (3, "v1"),
+        (6, "An entry with CODE."),
+        (7, "Another."),
+    ]
+
+
 def test_documentation_of_modules_is_read() -> None:
     source = (
         'DOCUMENTATION = r"""\nshort_description: Short text\noptions:\n  a:\n    description: Text of C(a).\n"""\n'
@@ -94,6 +165,12 @@ def test_proselint_findings_have_the_line_of_their_text() -> None:
 @pytest.mark.parametrize("path", sorted(words.find_files(words.GUIDE_PATHS)), ids=lambda path: path.name)
 def test_guides_have_no_findings(path: Path) -> None:
     assert [str(each) for each in words.check_file(path)] == []
+
+
+@pytest.mark.parametrize("path", ["CHANGELOG.rst", "gateway/README.md", "dev"])
+def test_a_file_outside_of_the_guides_directories_is_read(path: str) -> None:
+    assert words.REPOSITORY / path in [*words.find_files(words.GUIDE_PATHS)]
+    assert words.extract_prose(words.REPOSITORY / path)
 
 
 def test_the_longest_matching_directory_is_used() -> None:

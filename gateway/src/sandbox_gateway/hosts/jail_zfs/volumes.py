@@ -96,7 +96,7 @@ class JailVolumes:
 
     @contextlib.asynccontextmanager
     async def writers_suspended(self, sandbox: Sandbox, volumes: Sequence[VolumeSnapshot]) -> AsyncIterator[None]:
-        """Ensure that all snapshots taken inside this context represent the same point in time.
+        """Ensure that all snapshots taken inside this context represent the same instant.
 
         If ZFS cannot take several snapshots atomically on this host, suspends the jails that can write to the sandbox
         or the volumes.
