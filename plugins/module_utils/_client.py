@@ -21,6 +21,7 @@ from typing import Any, NoReturn
 from urllib.parse import quote, urlencode, urlsplit
 
 from ansible_collections.grove.sandbox.plugins.module_utils._failure import Failure
+from ansible_collections.grove.sandbox.plugins.module_utils._refusals import name_options
 
 DEFAULT_URL = "unix:///run/sandbox-gateway/gateway.sock"
 MINIMUM_VERSION = (0, 1, 0)
@@ -517,6 +518,8 @@ class Client:
             )
         if status in (404, 405) and message.startswith(("route ", request)):
             return self._create_gateway_too_old_error(None, request)
+        if kind == "in_use" and isinstance(data.get("details"), dict):
+            message = name_options(message, data["details"])
         return Failure(message, kind, blockers=[str(item) for item in data.get("blockers") or ()], status=status)
 
     def _create_gateway_too_old_error(self, version: str | None, request: str = "") -> Failure:

@@ -4,8 +4,11 @@
 
 """Create the errors for requests that the gateway would refuse.
 
-Check mode only reads from the gateway, so plans must apply the gateway's rules. These messages name options of modules,
-whereas the gateway's messages name fields of its API.
+A task must fail before its first change, and check mode without a plan session sends no requests that change something.
+Therefore, modules apply the gateway's rules when they plan, in check mode and in the run. This file contains their
+versions of the gateway's refusals, which name options of modules, whereas the gateway names parameters of its API. In a
+plan session or in a run, the gateway also refuses requests for reasons that a module cannot foresee. Those errors keep
+the gateway's sentence, and ``name_options`` adapts their remedy.
 """
 
 from __future__ import annotations
@@ -17,6 +20,24 @@ from ansible_collections.grove.sandbox.plugins.module_utils._failure import Fail
 
 _MAX_NAMES = 20
 """Maximum number of names in a message."""
+_REMEDIES = {
+    "when=unused": "remove them first, or set when_unused: true to hide it now and remove it once it is unused",
+    "withSnapshots": "detach or remove them first, or set purge: true to remove its snapshots as well",
+    "force": "detach it first, or set force: true, which changes the files while programs use them",
+}
+"""The remedies for an object in use, by the request parameter that the gateway names in ``details.overrides``."""
+
+
+def name_options(message: str, details: Mapping[str, Any]) -> str:
+    """Return the gateway's message about an object in use, with module options in place of request parameters.
+
+    ``details``: as in the gateway's response. Older gateways send none, and their messages stay unchanged.
+    """
+    for parameter in details.get("overrides") or ():
+        if parameter in _REMEDIES:
+            sentence = message.partition(". ")[0]
+            return f"{sentence}: {_REMEDIES[parameter]}"
+    return message
 
 
 def create_name_not_allowed_error(kind: str, name: str) -> Failure:
@@ -42,8 +63,7 @@ def create_in_use_error(kind: str, name: str, users: Mapping[str, Sequence[str]]
         for user_kind, names in users.items()
     )
     return Failure(
-        f"{kind} {name!r} is in use by {users_text}: remove them first, or set when_unused: true to hide it now and "
-        "remove it once it is unused",
+        f"{kind} {name!r} is in use by {users_text}: {_REMEDIES['when=unused']}",
         "in_use",
         blockers=[name for names in users.values() for name in names],
     )
@@ -128,12 +148,34 @@ def create_nothing_to_clone_error(volume: str, source_kind: str, source: str) ->
     )
 
 
+def create_volume_in_use_error(
+    name: str, *, attachments: Sequence[Any], snapshots: Sequence[str], captured_by: Sequence[str]
+) -> Failure:
+    """Return the error for the removal of a volume, which names everything that prevents the removal.
+
+    ``attachments``: as in a volume's shape. ``snapshots``: names. ``captured_by``: ids of snapshots of sandboxes.
+    """
+    reasons = []
+    if attachments:
+        sandboxes_text = ", ".join(each["sandbox"] for each in attachments)
+        reasons.append(f"is mounted in {sandboxes_text} (set attachments: [] to detach it)")
+    if snapshots:
+        reasons.append(f"has snapshots: {', '.join(snapshots)} (set purge: true to remove them as well)")
+    if captured_by:
+        reasons.append(f"is part of snapshots of sandboxes ({', '.join(captured_by)}), which must be removed first")
+    return Failure(
+        f"volume {name!r} {' and '.join(reasons)}",
+        "in_use",
+        blockers=[*(each["sandbox_id"] for each in attachments), *snapshots, *captured_by],
+    )
+
+
 def create_volume_has_writers_error(name: str, writers: Iterable[Any]) -> Failure:
     """Return the error for a volume with writers. ``writers`` contains their attachments, as in a volume's shape."""
     attachments = list(writers)
     return Failure(
-        f"volume {name!r} is mounted read-write in {', '.join(each['sandbox'] for each in attachments)}: detach "
-        "it first, or set force: true, which changes the files while programs use them",
+        f"volume {name!r} is mounted read-write in {', '.join(each['sandbox'] for each in attachments)}: "
+        f"{_REMEDIES['force']}",
         "in_use",
         blockers=[each["sandbox_id"] for each in attachments],
     )

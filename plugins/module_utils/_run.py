@@ -210,6 +210,7 @@ class _Run:
         shapes = self.resource_kind.get_resources_by_name(self.want, have)
         reads = self._list_reads(plan, have)
         if self.failures and not self.continue_on_error:
+            # Otherwise, the task would change other objects before the gateway refuses a request.
             if self.approval is not None:
                 self.approval.check_unchanged(reads)
             return self._add_entry(self._build_result(shapes), Plan(), reads, shapes, shapes)

@@ -524,26 +524,12 @@ def _plan_removal(want: DesiredState, name: str, current_shape: Mapping[str, Any
     """
     before = make_view(current_shape)
     should_detach = want.attachments is not None
-    reasons = []
-    if current_shape["attachments"] and not should_detach:
-        sandboxes_text = ", ".join(each["sandbox"] for each in current_shape["attachments"])
-        reasons.append(f"is mounted in {sandboxes_text} (set attachments: [] to detach it)")
-    if current_shape["snapshots"] and not want.purge:
-        reasons.append(
-            f"has snapshots: {', '.join(current_shape['snapshots'])} (set purge: true to remove them as well)"
-        )
-    if current_shape["captured_by"]:
-        reasons.append(
-            f"is part of snapshots of sandboxes ({', '.join(current_shape['captured_by'])}), which must be removed "
-            "first"
-        )
-    if reasons:
-        sandbox_ids = [] if should_detach else [each["sandbox_id"] for each in current_shape["attachments"]]
-        remaining_snapshots = [] if want.purge else current_shape["snapshots"]
-        raise Failure(
-            f"volume {name!r} {' and '.join(reasons)}",
-            "in_use",
-            blockers=[*sandbox_ids, *remaining_snapshots, *current_shape["captured_by"]],
+    attachments = [] if should_detach else current_shape["attachments"]
+    snapshots = [] if want.purge else current_shape["snapshots"]
+    captured_by = current_shape["captured_by"]
+    if attachments or snapshots or captured_by:
+        raise _refusals.create_volume_in_use_error(
+            name, attachments=attachments, snapshots=snapshots, captured_by=captured_by
         )
     actions = []
     for number, entry in enumerate(current_shape["attachments"], 1):
