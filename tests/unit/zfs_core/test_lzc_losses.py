@@ -52,6 +52,7 @@ class FakeZfs:
         """Functions to run before a command, by command line."""
         self.received_stream = b""
         self.stream_bytes = 0
+        self.can_run_programs = False
 
     def add(self, *names: str, **props: str) -> None:
         for name in names:
@@ -122,10 +123,28 @@ class FakeZfs:
         return "".join("\t".join({"name": n, **self.objects[n]}[c] for c in columns) + "\n" for n in names)
 
     def _program(self, args: list[str], stdin: int | None) -> str:
-        raise _Failure("Channel program execution failed:\nPermission denied.")
+        """Run the program that destroys snapshots, if the test allows programs."""
+        if not self.can_run_programs:
+            raise _Failure("Channel program execution failed:\nPermission denied.")
+        mode, *names = args[args.index("-") + 1 :]
+        try:
+            for name in names:
+                self._destroy(["-d", name] if mode == "defer" else [name], stdin)
+        except _Failure:
+            return json.dumps({"return": "refused"})
+        return json.dumps({"return": "destroyed"})
 
     def _destroy(self, args: list[str], stdin: int | None) -> str:
+        if "," in args[-1]:
+            filesystem, _, short_names = args[-1].partition("@")
+            for short_name in short_names.split(","):
+                self._destroy([*args[:-1], f"{filesystem}@{short_name}"], stdin)
+            return ""
         name = args[-1]
+        is_cloned = any(each["origin"] == name for each in self.objects.values())
+        if "-d" in args and (self._require(name)["userrefs"] != "0" or is_cloned):
+            self.objects[name]["defer_destroy"] = "on"
+            return ""
         item = self._require(name)
         if item["userrefs"] != "0":
             raise _Failure(
@@ -526,6 +545,62 @@ def test_holds_on_snapshots_gone_with_their_filesystem_are_released(zfs: FakeZfs
     status, result = run_lzc("release", "--if-present", "--recursive", "keep", "tank/gone@x")
     assert (status, result["changed"], result["unchanged"]) == (0, False, ["tank/gone@x"]), result
     assert run_lzc("release", "--recursive", "keep", "tank/gone@x")[0] == 3
+
+
+# -- deferred removal -------------------------------------------------------------------------------------------------
+
+
+def test_retention_destroys_the_snapshots_of_each_pool_with_one_program(zfs: FakeZfs, run_lzc: Run) -> None:
+    zfs.can_run_programs = True
+    for filesystem in ("tank", "tank/a", "tank/a/b", "dozer", "dozer/c"):
+        zfs.add(filesystem, *(f"{filesystem}@{number}" for number in (1, 2, 3)))
+    zfs.objects["tank/a@2"]["userrefs"] = "1"
+    zfs.objects["tank/a/b@1"]["defer_destroy"] = "on"
+    zfs.add("tank/clone", origin="tank@1")
+    argv = ("destroy", "--if-present", "--recursive", "--defer", "tank@1", "tank@2", "dozer@1", "dozer@2")
+    prediction = run_lzc("--check", *argv)[1]
+    assert zfs.list_changing_commands() == []
+    status, result = run_lzc(*argv)
+    assert (status, result["changes"], result["unchanged"]) == (0, prediction["changes"], ["tank/a/b@1"]), result
+    assert sorted(name for action, name in list_changes(result) if action == "defer") == ["tank/a@2", "tank@1"]
+    programs = [line.split() for line in zfs.list_changing_commands()]
+    assert [words[0] for words in programs] == ["program", "program"]
+    names = ["tank@1", "tank@2", "tank/a@1", "tank/a@2", "tank/a/b@2"]
+    assert [sorted(words[words.index("-") + 2 :]) for words in programs] == [
+        sorted(names),
+        ["dozer/c@1", "dozer/c@2", "dozer@1", "dozer@2"],
+    ]
+    assert {name for name in names if name in zfs.objects} == {"tank@1", "tank/a@2"}
+    assert not [name for name in zfs.objects if name.startswith("dozer") and name.endswith(("@1", "@2"))]
+    status, result = run_lzc(*argv)
+    assert (status, result["changed"]) == (0, False), result
+    assert {"tank@1", "tank/a@2", "tank/a/b@1"} <= set(result["unchanged"])
+
+
+@pytest.mark.parametrize("option", ["--defer", "--if-present"])
+def test_only_existing_snapshots_are_destroyed_recursively(zfs: FakeZfs, run_lzc: Run, option: str) -> None:
+    zfs.add("tank", "tank/a", "tank/a@1")
+    status, result = run_lzc("destroy", "--recursive", option, "tank@1")
+    assert (status, list_changes(result)) == (0, [("destroy", "tank/a@1")]), result
+
+
+def test_retention_destroys_the_snapshots_of_one_filesystem_with_one_command(zfs: FakeZfs, run_lzc: Run) -> None:
+    zfs.add("tank/a", "tank/a@1", "tank/a@2", "tank/a@3")
+    status, result = run_lzc("destroy", "--defer", "tank/a@1", "tank/a@2")
+    assert (status, list_changes(result)) == (0, [("destroy", "tank/a@1"), ("destroy", "tank/a@2")]), result
+    assert zfs.list_changing_commands() == ["destroy -d tank/a@1,2"]
+
+
+def test_a_failed_deferred_removal_reports_the_snapshots_that_it_destroyed_or_marked(
+    zfs: FakeZfs, run_lzc: Run
+) -> None:
+    zfs.add("tank/a", "tank/a@1", "tank/b", "tank/b@2", "tank/c", "tank/c@3", "tank/d")
+    zfs.add("tank/d@4", userrefs="1")
+    zfs.objects["tank/a@1"]["userrefs"] = "1"
+    for name in ("tank/c@3", "tank/d@4"):
+        zfs.messages_by_command[f"destroy -d {name}"] = f"cannot destroy '{name}': I/O error"
+    status, result = run_lzc("destroy", "--defer", "tank/a@1", "tank/b@2", "tank/c@3", "tank/d@4")
+    assert (status, list_changes(result)) == (1, [("defer", "tank/a@1"), ("destroy", "tank/b@2")]), result
 
 
 # -- properties -------------------------------------------------------------------------------------------------------

@@ -44,31 +44,40 @@ def destroy(options: Namespace, report: Report) -> None:
 
 
 def _destroy_snapshots(names: list[str], missing_names: list[str], options: Namespace, report: Report) -> None:
+    existing_names = [name for name in names if name not in missing_names]
     if options.recursive:
         expanded_names = [name for name in expand(names) if name not in names]
         found_names = report.find(expanded_names)
         descendant_names = [name for name in expanded_names if name in found_names]
         # A snapshot may be gone from the filesystem itself but still exist in a descendant.
         missing_names = [name for name in missing_names if not _has_same_name(name, descendant_names)]
-        names += descendant_names
+        existing_names += descendant_names
     _check_missing(missing_names, options)
     report.keep(*missing_names)
-    names = [name for name in names if name not in missing_names]
     if not options.defer:
-        if len(set(map(get_pool_name, names))) > 1:
+        if len(set(map(get_pool_name, existing_names))) > 1:
             raise CommandError(Kind.INVALID, "all snapshots must be in the same pool: run lzc once for each pool")
-        require_unused(names, ", or pass --defer")
-        if names:
-            report.change_all("destroy", names, partial(lzc_destroy_snaps, names, False))
+        require_unused(existing_names, ", or pass --defer")
+        if existing_names:
+            report.change_all("destroy", existing_names, partial(lzc_destroy_snaps, existing_names, False))
         return
+    _destroy_when_unused(existing_names, report)
+
+
+def _destroy_when_unused(names: list[str], report: Report) -> None:
+    """Destroy snapshots, or mark those that are held or cloned, with one call for each pool."""
     props = get_props(names, ["userrefs", "defer_destroy"]) if names else {}
     clones = list_clones_by_origin(names)
+    changes: dict[str, list[dict[str, object]]] = {}
     for name in names:
         if props[name]["defer_destroy"].is_on:
             report.keep(name)
         else:
             action = "defer" if props[name]["userrefs"].number or name in clones else "destroy"
-            report.change(action, name, partial(lzc_destroy_snaps, [name], True))
+            changes.setdefault(get_pool_name(name), []).append({"action": action, "name": name})
+    for group in changes.values():
+        function = partial(lzc_destroy_snaps, [str(change["name"]) for change in group], True)
+        report.apply_changes_together(group, function)
 
 
 def _check_missing(names: list[str], options: Namespace) -> None:

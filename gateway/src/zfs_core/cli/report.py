@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
 from zfs_core.cli.failures import Kind, describe
-from zfs_core.exceptions import ZFSError
+from zfs_core.exceptions import DatasetNotFound, ZFSError
 from zfs_core.listing import find_types, lzc_exists
+from zfs_core.properties import get_props
 
 
 @dataclass
@@ -68,17 +70,32 @@ _CREATING_ACTIONS = frozenset(("bookmark", "clone", "create", "receive", "rename
 def _find_made_changes(changes: list[dict[str, object]], error: Exception) -> list[dict[str, object]]:
     """Return the changes that were made although the function that makes them raised ``error``.
 
-    Detects only changes that create or destroy names.
+    Detects only changes that create names, destroy them, or mark them to be destroyed.
     """
     # A name that the function found to exist was created by someone else.
     is_conflict = isinstance(error, ZFSError) and describe(error).kind is Kind.EXISTS
     try:
         found_names = find_types(str(change["name"]) for change in changes)
+        marked_names = _find_marked_snapshots(
+            str(change["name"]) for change in changes if change["action"] == "defer" and change["name"] in found_names
+        )
     except ZFSError:
         return []
     return [
         change
         for change in changes
-        if (change["action"] == "destroy" and change["name"] not in found_names)
+        if (change["action"] in ("destroy", "defer") and change["name"] not in found_names)
+        or (change["action"] == "defer" and change["name"] in marked_names)
         or (change["action"] in _CREATING_ACTIONS and change["name"] in found_names and not is_conflict)
     ]
+
+
+def _find_marked_snapshots(names: Iterable[str]) -> set[str]:
+    """Return the snapshots that ZFS destroys when their last hold and clone are gone."""
+    marked_names: set[str] = set()
+    for name in names:
+        # Its last hold or clone may go at any time, and the snapshot with it.
+        with contextlib.suppress(DatasetNotFound):
+            if get_props([name], ["defer_destroy"])[name]["defer_destroy"].is_on:
+                marked_names.add(name)
+    return marked_names
