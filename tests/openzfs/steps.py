@@ -58,6 +58,7 @@ STEPS = (
         2 * 3600,
         "pyzfs.json",
     ),
+    _make_pytest_step("lzc", "tests/zfs_core_cli", seconds=2 * 3600),
     _make_pytest_step("jail_zfs", "tests/freebsd_shim/test_zfs.py", "tests/jail_zfs", seconds=3 * 3600),
     _make_pytest_step("engine", "tests/engine", "-k", "jail_zfs", seconds=6 * 3600),
 )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import re
 import sys
 import tarfile
 import time
@@ -15,6 +16,7 @@ import pytest
 from tests.openzfs import __main__ as lane
 from tests.openzfs import guest, image, steps
 from tests.openzfs.steps import Outcome, Step
+from tests.support.session import REPOSITORY
 
 _STEPS = [Step("first", ("true",), 60), Step("second", ("true",), 60)]
 
@@ -129,4 +131,16 @@ def test_the_guests_program_refuses_to_run_elsewhere(monkeypatch: pytest.MonkeyP
 
 def test_unknown_steps_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
     assert lane.main(["nonesuch"]) == 2
-    assert "unknown step 'nonesuch': use pyzfs, jail_zfs, engine, or -- COMMAND…" in capsys.readouterr().err
+    assert "unknown step 'nonesuch': use pyzfs, lzc, jail_zfs, engine, or -- COMMAND…" in capsys.readouterr().err
+
+
+def test_each_step_is_documented() -> None:
+    names = [step.name for step in steps.STEPS]
+    page = (REPOSITORY / "docs/openzfs.md").read_text()
+    rows = re.findall(r"^\| `(\w+)` \| (.*) \|$", page.partition("## How it works")[0], re.MULTILINE)
+    assert [name for name, _ in rows] == names
+    assert f"test openzfs [{'|'.join(names)}]…" in (REPOSITORY / "dev").read_text()
+    texts = dict(rows)
+    for step in steps.STEPS:
+        for folder in (word for word in step.argv if word.startswith("tests/")):
+            assert (REPOSITORY / folder).exists() and f"`{folder}" in texts[step.name], folder
