@@ -49,6 +49,9 @@ def test_filesystems_and_snapshots_can_be_managed(lzc: Lzc, root: str, root_path
     apply_command(lzc, root, "rollback", "--destroy-newer", f"{root}/a/b@one")
     assert (root_path / "a/b/file").read_text() == "first"
     (root_path / "a/b/file").write_text("third")
+    # Check mode only sees what is on disk. Removing a property that is not set waits for that.
+    pools.run("zfs", "inherit", "test:sync", f"{root}/a/b")
+    assert lzc("--check", "--assume", f"{root}/a/b@x", "rollback", f"{root}/a/b@x")[1]["changed"]
     apply_command(lzc, root, "rollback", f"{root}/a/b@one")
     assert (root_path / "a/b/file").read_text() == "first"
 

@@ -459,6 +459,40 @@ def test_clones_and_holds_of_newer_snapshots_prevent_a_rollback(
     assert (status, result["error"]["related"], zfs.list_changing_commands()) == (5, ["tank/a@3"], []), result
 
 
+@pytest.mark.parametrize(("written_bytes", "changes"), [("0", []), ("512", [("rollback", "tank/a")])])
+def test_a_rollback_is_predicted_by_reading_only(
+    zfs: FakeZfs, run_lzc: Run, written_bytes: str, changes: list[tuple[str, str]]
+) -> None:
+    zfs.add("tank/a", **{"written@tank/a@1": written_bytes})
+    zfs.add("tank/a@1")
+    status, result = run_lzc("--check", "rollback", "tank/a@1")
+    assert (status, list_changes(result)) == (0, changes), result
+    assert {command[0] for command in zfs.commands} <= {"get", "list"}
+
+
+def test_a_rollback_is_predicted_on_zfs_fuse_by_reading_only(
+    zfs: FakeZfs, run_lzc: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(capabilities, "_capabilities", ZFS_FUSE_CAPABILITIES)
+    zfs.add("tank/a", unique="0")
+    zfs.add("tank/a@1")
+    assert run_lzc("--check", "rollback", "tank/a@1")[1]["changed"] is False
+    zfs.objects["tank/a"]["unique"] = "4096"
+    assert run_lzc("--check", "rollback", "tank/a@1")[1]["changed"] is True
+    assert {command[0] for command in zfs.commands} <= {"get", "list"}
+
+
+@pytest.mark.parametrize("filesystem", ["tank/a", "tank/new"])
+def test_a_rollback_to_an_assumed_snapshot_is_predicted(zfs: FakeZfs, run_lzc: Run, filesystem: str) -> None:
+    zfs.add("tank/a", "tank/a@1", "tank/a#1")
+    status, result = run_lzc("--check", "--assume", f"{filesystem}@x", "rollback", f"{filesystem}@x")
+    assert (status, list_changes(result)) == (0, [("rollback", filesystem)]), result
+    # A snapshot that exists is examined even if it is assumed.
+    status, result = run_lzc("--check", "--assume", "tank/a@1", "rollback", "tank/a@1")
+    assert (status, result["error"]["related"]) == (5, ["tank/a#1"]), result
+    assert zfs.list_changing_commands() == []
+
+
 # -- failure reports --------------------------------------------------------------------------------------------------
 
 

@@ -6,14 +6,14 @@ from argparse import Namespace
 from functools import partial
 
 from zfs_core.bookmarks import lzc_bookmark, lzc_destroy_bookmarks, lzc_get_bookmarks
-from zfs_core.changes import has_changed_since
+from zfs_core.changes import has_changed_since, has_written_since
 from zfs_core.cli.failures import CommandError, Kind
 from zfs_core.cli.lookups import expand, quote, require_existing
 from zfs_core.cli.losses import require_unused
 from zfs_core.cli.report import Report
 from zfs_core.exceptions import SnapshotNotFound
 from zfs_core.holds import lzc_get_holds, lzc_hold, lzc_release
-from zfs_core.listing import list_snapshots
+from zfs_core.listing import list_snapshots, lzc_exists
 from zfs_core.names import get_filesystem_name, get_pool_name
 from zfs_core.properties import get_props
 from zfs_core.snapshots import lzc_destroy_snaps, lzc_rollback_to, lzc_snapshot
@@ -47,6 +47,10 @@ def rollback(options: Namespace, report: Report) -> None:
     target = options.snapshot
     require_existing(report, target)
     filesystem = get_filesystem_name(target)
+    if target in report.assumed_names and not lzc_exists(target):
+        # What happens between this snapshot and the rollback is unknown.
+        report.change("rollback", filesystem, partial(lzc_rollback_to, filesystem, target), snapshot=target)
+        return
     snapshots = list_snapshots(filesystem)
     newer_snapshots = snapshots[snapshots.index(target) + 1 :] if target in snapshots else []
     newer_bookmarks = _list_newer_bookmarks(target)
@@ -63,7 +67,8 @@ def rollback(options: Namespace, report: Report) -> None:
         report.change_all("destroy", newer_bookmarks, partial(lzc_destroy_bookmarks, newer_bookmarks))
     if newer_snapshots:
         report.change_all("destroy", newer_snapshots, partial(lzc_destroy_snaps, newer_snapshots, False))
-    if not newer_names and not has_changed_since(filesystem, target):
+    has_changed = has_written_since if report.check else has_changed_since
+    if not newer_names and not has_changed(filesystem, target):
         report.keep(filesystem)
         return
     report.change("rollback", filesystem, partial(lzc_rollback_to, filesystem, target), snapshot=target)
