@@ -21,6 +21,10 @@ from zfs_core.running import waiting
 
 _RETRY_SECONDS: dict[Cause | None, float] = {Cause.BUSY: 10.0, Cause.MOUNT_BUSY: 10.0, Cause.IN_USE: 0.8}
 _MOUNTING_COMMANDS = frozenset({"create", "clone", "mount", "rename", "rollback", "receive"})
+_MOUNT_PROPERTIES = {"mountpoint", "canmount", "sharenfs", "sharesmb", "zoned", "jailed"}
+_REMOUNT_PROPERTIES = {"atime", "relatime", "devices", "exec", "setuid", "readonly", "rdonly", "xattr", "nbmand"}
+_MOUNTING_PROPERTIES = frozenset(_MOUNT_PROPERTIES | _REMOUNT_PROPERTIES)
+"""Properties for which `zfs set` and `zfs inherit` mount file systems, or mount them again with other options."""
 _WAITING_SHARE = 3 / 4
 _NEGLIGIBLE_SECONDS = 1.0
 _FUSE_DIRECTORY = Path("/var/run/zfs")
@@ -48,7 +52,8 @@ def run(
     wait_for_releases(seconds * _WAITING_SHARE)
     with contextlib.ExitStack() as stack:
         if _may_mount(args):
-            stack.enter_context(mount_lock(args[0], start + seconds * _WAITING_SHARE - time.monotonic(), name))
+            waiting_seconds = max(0.0, start + seconds * _WAITING_SHARE - time.monotonic())
+            stack.enter_context(mount_lock(args[0], waiting_seconds, name))
         if precheck is not None:
             precheck(max(0.0, start + seconds - time.monotonic()) / 2)
         waited_seconds = time.monotonic() - start
@@ -58,6 +63,8 @@ def run(
 
 def _may_mount(args: tuple[str, ...]) -> bool:
     """Return whether a command may mount a file system. `receive -u` only does so if `-F` replaces a mounted one."""
+    if args[0] in ("set", "inherit"):
+        return not _MOUNTING_PROPERTIES.isdisjoint(word.partition("=")[0] for word in args[1:-1])
     return args[0] in _MOUNTING_COMMANDS and not (args[0] == "receive" and "-u" in args and "-F" not in args)
 
 
@@ -86,7 +93,7 @@ def mount_lock(verb: str, seconds: float, name: str | None) -> Iterator[None]:
     Threads of the zfs-fuse daemon announce new mounts to another thread through one pipe, each with two writes and
     without a lock. If the writes of two threads interleave, all file systems hang until the daemon is restarted.
     """
-    if verb not in _MOUNTING_COMMANDS or detect_capabilities().concurrent_mounts or not _FUSE_DIRECTORY.is_dir():
+    if detect_capabilities().concurrent_mounts or not _FUSE_DIRECTORY.is_dir():
         yield
         return
     directory_fd = os.open(_FUSE_DIRECTORY, os.O_RDONLY)

@@ -189,6 +189,34 @@ def test_waiting_for_another_mount_is_reported_and_counts_towards_the_timeout(
     assert zfs_core.list_running_commands() == []
 
 
+@pytest.mark.parametrize(
+    ("line", "can_mount"),
+    [
+        ("set mountpoint=/data p/other", True),
+        ("set canmount=on p/other", True),
+        ("set quota=1G readonly=on p/other", True),
+        ("inherit mountpoint p/other", True),
+        ("inherit -S canmount p/other", True),
+        ("set quota=1G p/other", False),
+        ("set test:mountpoint=canmount p/other", False),
+        ("inherit pyzfs:sync p/canmount", False),
+        ("get mountpoint p/other", False),
+    ],
+)
+def test_changes_of_properties_that_mount_wait_for_another_mount(
+    set_timeout: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, line: str, can_mount: bool
+) -> None:
+    monkeypatch.setattr(capabilities, "_capabilities", ZFS_FUSE_CAPABILITIES)
+    monkeypatch.setattr(run_module, "_FUSE_DIRECTORY", tmp_path)
+    set_timeout(60)
+    with run_module.mount_lock("mount", 5, "p/hanging"):
+        if can_mount:
+            with pytest.raises(ZFSGenericError, match="waited 0 s for another command that mounts"):
+                run_module.run(*line.split(), seconds=0.0, name="p/other")
+        else:
+            run_module.run(*line.split(), name="p/other")
+
+
 def test_waiting_reduces_a_commands_timeout(monkeypatch: pytest.MonkeyPatch) -> None:
     timeouts: list[float] = []
     monkeypatch.setattr(capabilities, "_capabilities", make_openzfs_capabilities((2, 3)))
