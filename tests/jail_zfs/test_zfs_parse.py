@@ -243,6 +243,30 @@ _SAMPLE_ERRORS = [
     ),
     (Cause.BAD_STREAM, "cannot receive incremental stream: checksum mismatch"),
     (Cause.SUSPENDED, "cannot open '{0}': pool I/O is currently suspended"),
+    # OpenZFS, lib/libzfs/libzfs_sendrecv.c: zfs_receive_one, case EINVAL with -s, without it, and case ENOTSUP.
+    (
+        Cause.STREAM_INVALID,
+        "cannot receive resume stream: kernel modules must be upgraded to receive this stream.",
+    ),
+    (
+        Cause.STREAM_INCOMPATIBLE,
+        "cannot receive new filesystem stream: incompatible embedded data stream feature with encrypted receive.",
+    ),
+    (
+        Cause.NOT_SUPPORTED,
+        "cannot receive new filesystem stream: pool must be upgraded to receive this stream.",
+    ),
+    # OpenZFS, lib/libzfs/libzfs_util.c: zfs_setprop_error, case ENOTSUP.
+    (
+        Cause.PROPERTY_NOT_SUPPORTED,
+        "cannot set property for '{0}': pool and or dataset must be upgraded to set this property or value",
+    ),
+    # OpenZFS, lib/libzfs/libzfs_dataset.c: zfs_create, case ENOTSUP.
+    (Cause.PROPERTY_NOT_SUPPORTED, "cannot create '{0}': pool must be upgraded to set this property or value"),
+    # OpenZFS, lib/libzfs/libzfs_util.c: libzfs_error_description, case EZFS_IO.
+    (Cause.IO_ERROR, "cannot open '{0}': I/O error"),
+    # zfs_send_one in libzfs_sendrecv.c prints strerror(EIO).
+    (Cause.IO_ERROR, "warning: cannot send '{0}': Input/output error"),
     (Cause.OTHER, ""),
 ]
 

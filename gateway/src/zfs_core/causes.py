@@ -45,7 +45,12 @@ class Cause(Enum):
     STREAM_TRUNCATED = auto()
     BAD_STREAM = auto()
     NOT_RELATED = auto()
+    STREAM_INVALID = auto()
+    """`zfs receive -s` cannot interpret the stream."""
+    STREAM_INCOMPATIBLE = auto()
+    """The stream contains embedded data, which an encrypted filesystem cannot receive."""
     PROPERTY_INVALID = auto()
+    PROPERTY_NOT_SUPPORTED = auto()
     EXISTS = auto()
     MISSING = auto()
     BUSY = auto()
@@ -63,6 +68,7 @@ class Cause(Enum):
     DEVICE_REMOVAL = auto()
     DEVICE_TOO_BIG = auto()
     RAIDZ_EXPANSION = auto()
+    IO_ERROR = auto()
     BROKEN_PIPE = auto()
     """The reader of a stream has closed it."""
     OTHER = auto()
@@ -90,7 +96,14 @@ _PATTERNS: tuple[tuple[Cause, str], ...] = (
     (Cause.KEY_LOADED, r"Key already loaded"),
     (Cause.KEY_NOT_LOADED, r"Key already unloaded|Key must be loaded|key must be loaded|key not loaded"),
     (Cause.BOOKMARK_MISMATCH, r"source is not an ancestor of the new bookmark"),
-    (Cause.NOT_SUPPORTED, r"bookmark feature not enabled|stream has unsupported feature|feature is not supported"),
+    (
+        Cause.NOT_SUPPORTED,
+        r"bookmark feature not enabled|stream has unsupported feature|feature is not supported"
+        r"|pool must be upgraded to receive",
+    ),
+    (Cause.STREAM_INVALID, r"kernel modules must be upgraded"),
+    (Cause.STREAM_INCOMPATIBLE, r"incompatible embedded data stream feature"),
+    (Cause.PROPERTY_NOT_SUPPORTED, r"must be upgraded to set this property"),
     (
         Cause.NAME_INVALID,
         r"in name|delimiters? |invalid (dataset|snapshot|pool|character)|trailing slash|leading slash|reserved name"
@@ -136,6 +149,7 @@ _PATTERNS: tuple[tuple[Cause, str], ...] = (
         r"does not exist|could not find any snapshots|no such (dataset|snapshot|file)|no datasets available",
     ),
     (Cause.BUSY, r"is busy|resource busy"),
+    (Cause.IO_ERROR, r"I/O error|Input/output error"),
 )
 _COMPILED_PATTERNS = tuple((cause, re.compile(pattern)) for cause, pattern in _PATTERNS)
 _QUOTED_NAME = re.compile(r"(?<!\w)'[^'\n]*'")

@@ -179,7 +179,7 @@ def lzc_promote(name: Name) -> None:
         Cause.MISSING: FilesystemNotFound,
     }
     outcome = run_with_retries("promote", target, name=target)
-    if outcome.cause is Cause.OTHER and _would_be_too_long(target):
+    if outcome.cause in (Cause.OTHER, Cause.IO_ERROR) and _would_be_too_long(target):
         raise outcome.explain(NameTooLong(target))
     check(outcome, target, "promote", specific_errors)
 

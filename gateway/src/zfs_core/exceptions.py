@@ -162,6 +162,8 @@ class BookmarkExists(ZFSError):
 
 
 class BookmarkNotFound(ZFSError):
+    """Never raised, as in libzfs_core: destroying a bookmark that does not exist succeeds."""
+
     errno = errno.ENOENT
     message = "Bookmark not found"
 
@@ -208,6 +210,8 @@ class HoldExists(ZFSError):
 
 
 class HoldNotFound(ZFSError):
+    """``lzc_release`` returns holds that do not exist. This error only accompanies others in HoldReleaseFailure."""
+
     errno = errno.ENOENT
     message = "Hold with a given tag does not exist on snapshot"
 
@@ -333,6 +337,8 @@ class UnknownStreamFeature(ZFSError):
 
 
 class StreamFeatureInvalid(ZFSError):
+    """`zfs receive -s` cannot interpret the stream: it needs a newer version of ZFS, or it is damaged."""
+
     errno = errno.EINVAL
     message = "Kernel modules must be upgraded to receive this stream"
 
@@ -355,6 +361,8 @@ class StreamIOError(ZFSError):
 
 
 class ZIOError(ZFSError):
+    """A device failed. Sending and receiving raise StreamIOError(EIO) instead, as in libzfs_core."""
+
     errno = errno.EIO
     message = "I/O error"
 

@@ -12,6 +12,7 @@ from zfs_core.exceptions import (
     DatasetNotFound,
     HoldExists,
     HoldFailure,
+    HoldNotFound,
     HoldReleaseFailure,
     NameInvalid,
     NameTooLong,
@@ -96,7 +97,8 @@ def lzc_release(holds: Mapping[str, Iterable[Name]] | Mapping[bytes, Iterable[Na
 
     If a snapshot was destroyed with ``defer``, releasing its last hold removes it. Returns the snapshots that do not
     exist, and ``SNAPSHOT#TAG`` for each tag that a snapshot does not have. Raises HoldReleaseFailure, whose ``errors``
-    are NameInvalid, NameTooLong or PoolsDiffer. Command: ``zfs release TAG SNAP`` for each.
+    are NameInvalid, NameTooLong or PoolsDiffer, or those of the command. In the last case, they also contain
+    HoldNotFound for each name that would otherwise be returned. Command: ``zfs release TAG SNAP`` for each.
     """
     names = {decode_name(snap): [decode_name(tag) for tag in tags] for snap, tags in holds.items()}
     _check_holds(names, {}, HoldReleaseFailure)
@@ -110,7 +112,7 @@ def lzc_release(holds: Mapping[str, Iterable[Name]] | Mapping[bytes, Iterable[Na
             elif cause is Cause.MISSING and name not in missing_holds:
                 missing_holds.append(name)
     if errors:
-        raise HoldReleaseFailure(errors)
+        raise HoldReleaseFailure([*errors, *map(HoldNotFound, missing_holds)])
     return missing_holds
 
 

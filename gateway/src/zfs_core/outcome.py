@@ -17,11 +17,13 @@ from zfs_core.exceptions import (
     NoSpace,
     PoolsDiffer,
     PropertyInvalid,
+    PropertyNotSupported,
     QuotaExceeded,
     QuotaTooSmall,
     WrongParent,
     ZFSError,
     ZFSGenericError,
+    ZIOError,
 )
 
 ErrorFactory = Callable[[str], ZFSError]
@@ -34,6 +36,8 @@ _ERRORS: dict[Cause, ErrorFactory] = {
     Cause.NAME_INVALID: NameInvalid,
     Cause.NAME_TOO_LONG: NameTooLong,
     Cause.PROPERTY_INVALID: PropertyInvalid,
+    Cause.PROPERTY_NOT_SUPPORTED: PropertyNotSupported,
+    Cause.IO_ERROR: ZIOError,
     Cause.BUSY: DatasetBusy,
     Cause.IN_USE: DatasetBusy,
     Cause.MOUNT_BUSY: DatasetBusy,

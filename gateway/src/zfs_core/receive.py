@@ -24,8 +24,11 @@ from zfs_core.exceptions import (
     FeatureNotSupported,
     NoSpace,
     PropertyInvalid,
+    PropertyNotSupported,
     QuotaExceeded,
     ReceivePropertyFailure,
+    StreamFeatureIncompatible,
+    StreamFeatureInvalid,
     StreamFeatureNotSupported,
     StreamIOError,
     StreamMismatch,
@@ -95,8 +98,9 @@ def lzc_receive(
     zfs-fuse cannot receive a full stream as a clone. ``props``: properties to set, as if the stream contained them.
 
     Raises DatasetExists, StreamMismatch, DestinationModified, BadStream, StreamTruncated, DatasetNotFound, WrongParent,
-    DatasetBusy, NoSpace, QuotaExceeded, ReadOnlyPool, StreamFeatureNotSupported, ReceivePropertyFailure, StreamIOError,
-    NameInvalid, NameTooLong. Command: ``zfs receive -u [-F] [-o origin=ORIGIN] SNAPNAME``.
+    DatasetBusy, NoSpace, QuotaExceeded, ReadOnlyPool, StreamFeatureNotSupported, StreamFeatureIncompatible,
+    ReceivePropertyFailure, StreamIOError, NameInvalid, NameTooLong. Command:
+    ``zfs receive -u [-F] [-o origin=ORIGIN] SNAPNAME``.
     """
     _receive(_make_request(snapname, fd, force, origin, props, seconds=seconds))
 
@@ -117,7 +121,8 @@ def lzc_receive_resumable(
 ) -> None:
     """Receive a stream, and keep what was received if it ends early, so that the rest can follow.
 
-    Otherwise the same as ``lzc_receive``. Command: ``zfs receive -s -u SNAPNAME``.
+    Otherwise the same as ``lzc_receive``, but raises StreamFeatureInvalid for a stream that ZFS cannot interpret.
+    Command: ``zfs receive -s -u SNAPNAME``.
     """
     _require_options("lzc_receive_resumable")
     _receive(_make_request(snapname, fd, force, origin, props, resumable=True, seconds=seconds))
@@ -403,11 +408,16 @@ def _check_received(request: _Request, outcome: Outcome) -> None:
         Cause.EXISTS: DatasetExists,
         Cause.BAD_STREAM: lambda _: BadStream(),
         Cause.STREAM_TRUNCATED: lambda _: StreamTruncated(),
+        Cause.STREAM_INVALID: lambda _: StreamFeatureInvalid(),
+        Cause.STREAM_INCOMPATIBLE: lambda _: StreamFeatureIncompatible(),
         Cause.NOT_SUPPORTED: lambda _: StreamFeatureNotSupported(),
+        Cause.IO_ERROR: lambda _: StreamIOError(errno.EIO),
     }
     failed_props = re.findall(r"cannot receive (\S+) property on", outcome.message)
-    if failed_props and outcome.cause in (None, Cause.PROPERTY_INVALID, Cause.OTHER):
-        raise ReceivePropertyFailure([outcome.explain(PropertyInvalid(prop)) for prop in failed_props])
+    property_causes = (None, Cause.PROPERTY_INVALID, Cause.PROPERTY_NOT_SUPPORTED, Cause.OTHER)
+    if failed_props and outcome.cause in property_causes:
+        error_class = PropertyNotSupported if outcome.cause is Cause.PROPERTY_NOT_SUPPORTED else PropertyInvalid
+        raise ReceivePropertyFailure([outcome.explain(error_class(prop)) for prop in failed_props])
     check(outcome, target, "receive", specific_errors)
 
 

@@ -128,11 +128,14 @@ def lzc_send_space(snapname: Name, fromsnap: Name | None = None, flags: Iterable
     incremental_options = [] if source is None else ["-i", source]
     outcome = run("send", "-n", "-v", "-P", *options, *incremental_options, target, name=target)
     if outcome.cause is not None:
-        raise _make_send_error(outcome, target, source, "estimate backup stream size")
+        raise _make_send_error(outcome, target, source, _ESTIMATE)
     sizes = [line.partition("\t")[2] for line in outcome.output.splitlines() if line.startswith("size\t")]
     if len(sizes) != 1 or not sizes[0].isdecimal():
         raise ZFSOutputError(target).with_details(f"expected a line `size BYTES` in {outcome.output[:200]!r}")
     return int(sizes[0])
+
+
+_ESTIMATE = "estimate backup stream size"
 
 
 def _format_flags(flags: Iterable[Name] | None) -> list[str]:
@@ -176,6 +179,8 @@ def _make_send_error(outcome: Outcome, target: str, source: str | None, action: 
         return outcome.explain(SnapshotNotFound(target))
     if source is not None and (outcome.cause is Cause.NOT_RELATED or not _is_earlier(source, target)):
         return outcome.explain(SnapshotMismatch(target))
+    if outcome.cause is Cause.IO_ERROR and action != _ESTIMATE:
+        return outcome.explain(StreamIOError(errno.EIO))
     return make_error(outcome, target, action)
 
 

@@ -166,6 +166,114 @@ def test_snapshots_are_removed_one_by_one_if_their_joint_deferred_removal_fails(
     assert list_commands() == ["destroy -d tank/c@1,2", "destroy -d tank/c@1", "destroy -d tank/c@2"]
 
 
+# -- exceptions for messages of the command ---------------------------------------------------------------------------
+
+
+def _call_with_stream(function: Callable[..., object], *args: object) -> None:
+    read_fd, write_fd = os.pipe()
+    os.close(write_fd)
+    try:
+        function(*args[:1], read_fd, *args[1:])
+    finally:
+        os.close(read_fd)
+
+
+# The messages are those of OpenZFS's lib/libzfs; tests/jail_zfs/test_zfs_parse.py names their sources.
+@pytest.mark.parametrize(
+    ("message", "call", "error_class", "name"),
+    [
+        (
+            "cannot set property for 'tank/a': pool and or dataset must be upgraded to set this property or value",
+            lambda: zfs_core.lzc_set_prop("tank/a", "compression", "zstd"),
+            exceptions.PropertyNotSupported,
+            "tank/a",
+        ),
+        (
+            "cannot create 'tank/b': pool must be upgraded to set this property or value",
+            lambda: zfs_core.lzc_create("tank/b", props={"compression": "zstd"}),
+            exceptions.PropertyNotSupported,
+            "tank/b",
+        ),
+        (
+            "cannot receive resume stream: kernel modules must be upgraded to receive this stream.",
+            lambda: _call_with_stream(zfs_core.lzc_receive_resumable, "tank/b@x"),
+            exceptions.StreamFeatureInvalid,
+            None,
+        ),
+        (
+            "cannot receive new filesystem stream: incompatible embedded data stream feature with encrypted receive.",
+            lambda: _call_with_stream(zfs_core.lzc_receive, "tank/b@x"),
+            exceptions.StreamFeatureIncompatible,
+            None,
+        ),
+        (
+            "cannot receive new filesystem stream: pool must be upgraded to receive this stream.",
+            lambda: _call_with_stream(zfs_core.lzc_receive, "tank/b@x"),
+            exceptions.StreamFeatureNotSupported,
+            None,
+        ),
+        (
+            "cannot receive new filesystem stream: I/O error",
+            lambda: _call_with_stream(zfs_core.lzc_receive, "tank/b@x"),
+            exceptions.StreamIOError,
+            None,
+        ),
+        (
+            "cannot inherit compression for 'tank/a': I/O error",
+            lambda: zfs_core.lzc_inherit_prop("tank/a", "compression"),
+            exceptions.ZIOError,
+            "tank/a",
+        ),
+    ],
+)
+def test_messages_of_openzfs_become_the_exceptions_of_libzfs_core(
+    install_fake_zfs: InstallFakeZfs,
+    message: str,
+    call: Callable[[], object],
+    error_class: type[exceptions.ZFSError],
+    name: str | None,
+) -> None:
+    install_fake_zfs(f'case $1 in get | list) ;; *) echo "{message}" >&2; exit 1 ;; esac')
+    with pytest.raises(exceptions.ZFSError) as error_info:
+        call()
+    error = error_info.value
+    assert (type(error), error.name, error.details) == (error_class, name, message)
+    if error_class in (exceptions.ZIOError, exceptions.StreamIOError):
+        assert error.errno == errno.EIO
+
+
+def test_a_received_property_that_the_pool_does_not_support_is_named(install_fake_zfs: InstallFakeZfs) -> None:
+    message = (
+        "cannot receive compression property on tank/b: pool and or dataset must be upgraded to set this property or "
+        "value"
+    )
+    install_fake_zfs(f'case $1 in receive) echo "{message}" >&2; exit 1 ;; esac')
+    with pytest.raises(exceptions.ReceivePropertyFailure) as error_info:
+        _call_with_stream(zfs_core.lzc_receive, "tank/b@x")
+    assert [(type(error), error.name) for error in error_info.value.errors] == [
+        (exceptions.PropertyNotSupported, "compression")
+    ]
+
+
+_RELEASE_SCRIPT = """
+case $* in
+    release*tank/a@1) echo "cannot release 'x' from 'tank/a@1': no such tag on this dataset" >&2; exit 1 ;;
+    release*tank/a@2) echo "cannot release 'x' from 'tank/a@2': I/O error" >&2; exit 1 ;;
+esac
+"""
+
+
+def test_missing_holds_are_named_only_if_another_release_fails(install_fake_zfs: InstallFakeZfs) -> None:
+    install_fake_zfs(_RELEASE_SCRIPT)
+    assert zfs_core.lzc_release({"tank/a@1": ["x"]}) == ["tank/a@1#x"]
+    with pytest.raises(exceptions.HoldReleaseFailure) as error_info:
+        zfs_core.lzc_release({"tank/a@1": ["x"], "tank/a@2": ["x"]})
+    assert [(type(error), error.name) for error in error_info.value.errors] == [
+        (exceptions.ZIOError, "tank/a@2"),
+        (exceptions.HoldNotFound, "tank/a@1#x"),
+    ]
+
+
 # -- arguments that the caller chooses --------------------------------------------------------------------------------
 
 # Parses options as GNU getopt does, which also finds them after other arguments. Returns the parameters.

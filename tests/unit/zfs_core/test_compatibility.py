@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import errno
 import os
 import tempfile
@@ -231,6 +232,20 @@ def test_channel_program_failures_have_libzfs_core_types(text: str, error_class:
     assert type(error) is error_class
     if error_class in (exceptions.ZCPSyntaxError, exceptions.ZCPRuntimeError):
         assert error.details == text
+
+
+def test_each_exception_is_raised_or_says_why_not() -> None:
+    package = Path(zfs_core.__file__).parent
+    names: set[str] = set()
+    for path in package.glob("*.py"):
+        if path.name != "exceptions.py":
+            tree = ast.parse(path.read_text())
+            names |= {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)}
+            names |= {node.attr for node in ast.walk(tree) if isinstance(node, ast.Attribute)}
+    classes = [each for each in vars(exceptions).values() if isinstance(each, type)]
+    unused_classes = [each for each in classes if each.__module__ == exceptions.__name__ and each.__name__ not in names]
+    assert unused_classes == [exceptions.BookmarkNotFound]
+    assert all((each.__doc__ or "").startswith("Never raised") for each in unused_classes)
 
 
 def test_functions_that_zfs_fuse_lacks_raise_not_implemented(monkeypatch: pytest.MonkeyPatch) -> None:

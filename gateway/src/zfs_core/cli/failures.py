@@ -100,6 +100,16 @@ _KINDS: tuple[tuple[tuple[type[ZFSError], ...], Kind, str], ...] = (
     ),
     ((exceptions.BadStream,), Kind.STREAM, "the stream is damaged or incomplete: send it again"),
     (
+        (exceptions.StreamFeatureInvalid,),
+        Kind.STREAM,
+        "the stream is damaged, or needs a newer version of ZFS: send it again, or upgrade ZFS",
+    ),
+    (
+        (exceptions.StreamFeatureIncompatible,),
+        Kind.STREAM,
+        "an encrypted filesystem cannot receive embedded data: send the stream without it, or with --raw",
+    ),
+    (
         (exceptions.StreamFeatureNotSupported,),
         Kind.NOT_SUPPORTED,
         "the receiving ZFS lacks a feature of the stream: upgrade the pool, or send without options",
@@ -132,6 +142,11 @@ _KINDS: tuple[tuple[tuple[type[ZFSError], ...], Kind, str], ...] = (
     ((exceptions.PropertyInvalid,), Kind.INVALID, "a property or its value is not valid: see zfsprops(7)"),
     ((exceptions.DuplicateSnapshots,), Kind.INVALID, "pass only one snapshot of each filesystem"),
     ((exceptions.PoolsDiffer,), Kind.INVALID, "all names must be in the same pool: run lzc once for each pool"),
+    (
+        (exceptions.ZIOError,),
+        Kind.FAILED,
+        "a device of the pool cannot be read or written: run zpool status to find it",
+    ),
     ((exceptions.MountFailed,), Kind.FAILED, "it cannot be mounted: check its mountpoint"),
 )
 

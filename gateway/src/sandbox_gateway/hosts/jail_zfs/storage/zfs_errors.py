@@ -79,7 +79,12 @@ def to_gateway_error(error: zfs_core.exceptions.ZFSError) -> GatewayError:
             | zfs_core.exceptions.PropertyInvalid()
         ):
             return Invalid(f"ZFS rejected{name_suffix or ' the request'}: {error.details or error.message}")
-        case zfs_core.exceptions.StreamFeatureNotSupported():
+        case zfs_core.exceptions.StreamFeatureIncompatible():
+            return Unsupported(
+                f"this host's encrypted datasets cannot receive the stream ({error.details}): import the snapshot on a "
+                "host without encryption"
+            )
+        case zfs_core.exceptions.StreamFeatureNotSupported() | zfs_core.exceptions.StreamFeatureInvalid():
             return Unsupported(
                 f"this host's ZFS cannot receive the stream ({error.details}): upgrade ZFS or the pool, or import the "
                 "snapshot on another host"
