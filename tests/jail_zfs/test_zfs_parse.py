@@ -212,6 +212,7 @@ _SAMPLE_ERRORS = [
         "bad property list: invalid property '{0}'\nusage:\n\tget [-rHp] (dataset does not exist)",
     ),
     (Cause.PROPERTY_INVALID, "createtxg property is read-only"),
+    (Cause.PROPERTY_READ_ONLY, "cannot set property for '{0}': 'creation' is readonly"),
     (
         Cause.PROPERTY_INVALID,
         "Key change error: Only keyformat, keylocation, and pbkdf2iters may be set with this command.",

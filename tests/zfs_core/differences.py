@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 _COMMON_DIFFERENCES = {
-    "test_set_readonly_prop": "zfs_core refuses to set a read-only property; this test expects it to be ignored",
     "test_force_recv_full_already_existing_with_snapshots": (
         "`zfs receive -F` does not replace a filesystem that has snapshots"
     ),

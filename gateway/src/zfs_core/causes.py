@@ -51,6 +51,7 @@ class Cause(Enum):
     """The stream contains embedded data, which an encrypted filesystem cannot receive."""
     PROPERTY_INVALID = auto()
     PROPERTY_NOT_SUPPORTED = auto()
+    PROPERTY_READ_ONLY = auto()
     EXISTS = auto()
     MISSING = auto()
     BUSY = auto()
@@ -103,6 +104,7 @@ _PATTERNS: tuple[tuple[Cause, str], ...] = (
     ),
     (Cause.STREAM_INVALID, r"kernel modules must be upgraded"),
     (Cause.STREAM_INCOMPATIBLE, r"incompatible embedded data stream feature"),
+    (Cause.PROPERTY_READ_ONLY, r"'' is readonly"),
     (Cause.PROPERTY_NOT_SUPPORTED, r"must be upgraded to set this property"),
     (
         Cause.NAME_INVALID,

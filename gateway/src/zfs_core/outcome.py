@@ -36,6 +36,7 @@ _ERRORS: dict[Cause, ErrorFactory] = {
     Cause.NAME_INVALID: NameInvalid,
     Cause.NAME_TOO_LONG: NameTooLong,
     Cause.PROPERTY_INVALID: PropertyInvalid,
+    Cause.PROPERTY_READ_ONLY: PropertyInvalid,
     Cause.PROPERTY_NOT_SUPPORTED: PropertyNotSupported,
     Cause.IO_ERROR: ZIOError,
     Cause.BUSY: DatasetBusy,

@@ -6,11 +6,19 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from zfs_core.capabilities import detect_capabilities
+from zfs_core.causes import Cause
 from zfs_core.exceptions import ZFSOutputError
 from zfs_core.listing import list_clones, list_datasets, split_names
-from zfs_core.names import Name, accepts_bytes, is_snapshot_name, validate_existing_name, validate_filesystem_name
+from zfs_core.names import (
+    Name,
+    accepts_bytes,
+    decode_name,
+    is_snapshot_name,
+    validate_existing_name,
+    validate_filesystem_name,
+)
 from zfs_core.options import Value, format_property_assignment, validate_property_name
-from zfs_core.outcome import check
+from zfs_core.outcome import Outcome, check
 from zfs_core.parse import Property, check_complete, parse_get, parse_table
 from zfs_core.property_values import find_number
 from zfs_core.run import run
@@ -20,14 +28,26 @@ from zfs_core.run import run
 def lzc_set_props(name: Name, prop: Name, val: Value) -> None:
     """Set one property atomically. A snapshot can only have user properties.
 
-    Raises QuotaTooSmall for a quota smaller than the used space. Also raises PropertyInvalid, DatasetNotFound, NoSpace.
+    Ignores a read-only property, as libzfs_core does; ``set_writable_property`` refuses it. Raises QuotaTooSmall for a
+    quota smaller than the used space. Also raises PropertyInvalid, PropertyNotSupported, DatasetNotFound, NoSpace.
     Command: ``zfs set PROP=VAL NAME``.
     """
-    target = validate_existing_name(name)
-    check(run("set", format_property_assignment(prop, val), target, name=target), target, "set a property")
+    outcome = _run_set(name, prop, val)
+    if outcome.cause is not Cause.PROPERTY_READ_ONLY:
+        check(outcome, decode_name(name), "set a property")
 
 
 lzc_set_prop = lzc_set_props
+
+
+def set_writable_property(name: Name, prop: Name, val: Value) -> None:
+    """Set one property like ``lzc_set_props``, but raise PropertyInvalid if it is read-only."""
+    check(_run_set(name, prop, val), decode_name(name), "set a property")
+
+
+def _run_set(name: Name, prop: Name, val: Value) -> Outcome:
+    target = validate_existing_name(name)
+    return run("set", format_property_assignment(prop, val), target, name=target)
 
 
 @accepts_bytes

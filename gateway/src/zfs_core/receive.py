@@ -394,6 +394,16 @@ def _check_destination(request: _Request) -> None:
             raise StreamMismatch(filesystem)
 
 
+_PROPERTY_CAUSES = (
+    None,
+    Cause.PROPERTY_INVALID,
+    Cause.PROPERTY_NOT_SUPPORTED,
+    Cause.PROPERTY_READ_ONLY,
+    Cause.OTHER,
+)
+"""The causes of a command that has received the stream, but could not set some properties."""
+
+
 def _check_received(request: _Request, outcome: Outcome) -> None:
     target, filesystem = request.target, get_filesystem_name(request.target)
     specific_errors: dict[Cause, ErrorFactory] = {
@@ -414,8 +424,7 @@ def _check_received(request: _Request, outcome: Outcome) -> None:
         Cause.IO_ERROR: lambda _: StreamIOError(errno.EIO),
     }
     failed_props = re.findall(r"cannot receive (\S+) property on", outcome.message)
-    property_causes = (None, Cause.PROPERTY_INVALID, Cause.PROPERTY_NOT_SUPPORTED, Cause.OTHER)
-    if failed_props and outcome.cause in property_causes:
+    if failed_props and outcome.cause in _PROPERTY_CAUSES:
         error_class = PropertyNotSupported if outcome.cause is Cause.PROPERTY_NOT_SUPPORTED else PropertyInvalid
         raise ReceivePropertyFailure([outcome.explain(error_class(prop)) for prop in failed_props])
     check(outcome, target, "receive", specific_errors)

@@ -20,7 +20,7 @@ from zfs_core import capabilities
 from zfs_core.capabilities import ZFS_FUSE_CAPABILITIES, make_openzfs_capabilities
 from zfs_core.cli.failures import CommandError, Kind
 from zfs_core.cli.main import main
-from zfs_core.exceptions import ZFSGenericError
+from zfs_core.exceptions import PropertyInvalid, ZFSGenericError
 from zfs_core.outcome import Outcome
 from zfs_core.process import _make_outcome
 
@@ -638,6 +638,21 @@ def test_a_failed_deferred_removal_reports_the_snapshots_that_it_destroyed_or_ma
 
 
 # -- properties -------------------------------------------------------------------------------------------------------
+
+
+def test_lzc_refuses_a_read_only_property_that_the_library_ignores(zfs: FakeZfs, run_lzc: Run) -> None:
+    zfs.add("tank/a", creation="1764140400")
+    # OpenZFS, lib/libzfs/libzfs_dataset.c: zfs_valid_proplist.
+    message = "cannot set property for 'tank/a': 'creation' is readonly"
+    zfs.messages_by_command["set creation=0 tank/a"] = message
+    status, result = run_lzc("set", "creation=0", "tank/a")
+    assert (status, result["error"]["kind"], result["changed"]) == (2, "invalid", False), result
+    assert message in result["error"]["message"]
+    zfs_core.lzc_set_prop("tank/a", "creation", 0)
+    assert zfs.list_changing_commands() == ["set creation=0 tank/a"] * 2
+    zfs.messages_by_command["set quota=x tank/a"] = "cannot set property for 'tank/a': bad numeric value 'x'"
+    with pytest.raises(PropertyInvalid):
+        zfs_core.lzc_set_prop("tank/a", "quota", "x")
 
 
 def test_a_value_that_zfs_stores_in_a_different_form_changes_once(zfs: FakeZfs, run_lzc: Run) -> None:

@@ -12,7 +12,7 @@ from zfs_core.cli.values import parse_size
 from zfs_core.exceptions import PropertyInvalid
 from zfs_core.listing import list_datasets
 from zfs_core.parse import Property
-from zfs_core.properties import get_props, get_tree, lzc_inherit_prop, lzc_set_prop
+from zfs_core.properties import get_props, get_tree, lzc_inherit_prop, set_writable_property
 
 
 def list_command(options: Namespace, report: Report) -> None:
@@ -89,7 +89,7 @@ def set_command(options: Namespace, report: Report) -> None:
 
 def _set(item: Property, value: str) -> bool:
     """Set a property. Returns whether it changed: ZFS stores some values in another form, such as ``auto``."""
-    lzc_set_prop(item.name, item.prop, value)
+    set_writable_property(item.name, item.prop, value)
     return get_props([item.name], [item.prop])[item.name][item.prop] != item
 
 
