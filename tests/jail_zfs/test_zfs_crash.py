@@ -42,5 +42,5 @@ def test_storage_survives_an_unavailable_daemon(scenario: str, requires_root: No
 def test_a_missing_zfs_command_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", "/nonexistent")
     monkeypatch.setattr(process, "_EXTRA_PATH", "/nonexistent")
-    with pytest.raises(zfs_core.exceptions.ZFSInitializationFailed, match="run the jail_zfs_host role"):
+    with pytest.raises(zfs_core.exceptions.ZFSInitializationFailed, match="add its directory to PATH"):
         zfs_core.check_reachable()

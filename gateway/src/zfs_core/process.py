@@ -95,7 +95,7 @@ def _start(argv: list[str], stdin: int | None, stdout: int | None, name: str | N
         )
     except FileNotFoundError:
         raise ZFSInitializationFailed().with_details(
-            f"the `{argv[0]}` command is not installed: install ZFS, or run the jail_zfs_host role"
+            f"the `{argv[0]}` command is not installed: install ZFS, or add its directory to PATH"
         ) from None
     except OSError as error:
         remedy = _START_REMEDIES.get(error.errno or 0, "")

@@ -184,7 +184,7 @@ def lzc_receive_with_header(
     """Receive a stream whose begin record ``receive_header`` has read.
 
     If ``fd`` is a pipe, it is read to its end. In all other respects the same as ``lzc_receive`` and
-    ``lzc_receive_resumable``.
+    ``lzc_receive_resumable``. Command: ``zfs receive -u [-F] [-s] [-o origin=ORIGIN] SNAPNAME``.
     """
     request = _make_request(snapname, fd, force, origin, props, begin_record, resumable, seconds=seconds)
     _receive(request)
@@ -208,7 +208,8 @@ def lzc_receive_one(
     """Receive a stream whose begin record ``receive_header`` has read. Returns ``(bytes read, action_handle)``.
 
     ``cleanup_fd`` and ``action_handle`` belong to deduplicated streams, which OpenZFS has not supported since 2.0, so
-    they have no effect. Otherwise the same as ``lzc_receive_with_header``.
+    they have no effect. Otherwise the same as ``lzc_receive_with_header``. Command:
+    ``zfs receive -u [-F] [-s] [-o origin=ORIGIN] SNAPNAME``.
     """
     request = _make_request(snapname, fd, force, origin, props, begin_record, resumable, seconds=seconds)
     return _receive(request), action_handle

@@ -5,8 +5,10 @@ from __future__ import annotations
 import ast
 import errno
 import os
+import re
 import tempfile
 import threading
+import tomllib
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -232,6 +234,17 @@ def test_channel_program_failures_have_libzfs_core_types(text: str, error_class:
     assert type(error) is error_class
     if error_class in (exceptions.ZCPSyntaxError, exceptions.ZCPRuntimeError):
         assert error.details == text
+
+
+def test_the_package_is_typed_and_knows_nothing_of_sandboxes() -> None:
+    package = Path(zfs_core.__file__).parent
+    assert (package / "py.typed").is_file()
+    settings = tomllib.loads((package.parent.parent / "pyproject.toml").read_text())
+    assert settings["tool"]["setuptools"]["package-data"]["zfs_core"] == ["py.typed"]
+    for path in package.rglob("*.py"):
+        # The word is allowed in the sentence that says so, and as the name of a property of ZFS.
+        text = path.read_text().replace("This package knows nothing about sandboxes.", "").replace('"jailed"', "")
+        assert not re.search("sandbox|gateway|jail", text, re.IGNORECASE), path
 
 
 def test_each_exception_is_raised_or_says_why_not() -> None:
