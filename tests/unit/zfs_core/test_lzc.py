@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import inspect
 import json
+import os
 import re
 import shlex
 import subprocess
@@ -252,6 +254,39 @@ def test_the_result_does_not_mix_with_a_stream(run_lzc: Run, tmp_path: Path, cap
     captured_output = capfd.readouterr()
     assert captured_output.out == "stream"
     assert json.loads(captured_output.err) == {"changed": False}
+
+
+def test_a_failed_system_call_is_reported_as_json(run_lzc: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: object) -> None:
+        raise OSError(errno.EMFILE, "Too many open files", "/var/run/zfs")
+
+    monkeypatch.setattr("zfs_core.run.wait_for_releases", fail)
+    status, result = run_lzc("exists", "tank/a")
+    assert (status, result["error"]["kind"], result["changed"]) == (1, "failed", False)
+    assert result["error"]["message"].startswith("'/var/run/zfs' failed: Too many open files: check ")
+
+
+def test_a_closed_standard_output_has_an_exit_code_and_no_traceback(tmp_path: Path) -> None:
+    program = tmp_path / "lzc"
+    program.write_bytes(build("/usr/bin/python3"))
+    read_fd, write_fd = os.pipe()
+    os.close(read_fd)
+    argv = ["/usr/bin/python3", "-I", "-S", str(program), "snapshot", "tank/a"]
+    result = subprocess.run(argv, stdout=write_fd, stderr=subprocess.PIPE, text=True, timeout=30, check=False)
+    os.close(write_fd)
+    assert (result.returncode, result.stderr.splitlines()[-1]) == (1, "lzc: the result cannot be written: Broken pipe")
+    assert "Traceback" not in result.stderr
+
+
+def test_a_closed_standard_error_does_not_change_the_result(tmp_path: Path) -> None:
+    program = tmp_path / "lzc"
+    program.write_bytes(build("/usr/bin/python3"))
+    read_fd, write_fd = os.pipe()
+    os.close(read_fd)
+    argv = ["/usr/bin/python3", "-I", "-S", str(program), "destroy", "tank"]
+    result = subprocess.run(argv, stdout=subprocess.PIPE, stderr=write_fd, text=True, timeout=30, check=False)
+    os.close(write_fd)
+    assert (result.returncode, json.loads(result.stdout)["error"]["kind"]) == (2, "invalid")
 
 
 # -- exit codes -------------------------------------------------------------------------------------------------------

@@ -330,6 +330,37 @@ def test_check_mode_predicts_what_a_file_would_destroy(zfs: FakeZfs, run_lzc: Ru
     assert zfs.list_changing_commands() == []
 
 
+def test_an_existing_snapshot_is_kept_only_if_the_stream_contains_it(
+    zfs: FakeZfs, receive_stream: Run, run_lzc: Run
+) -> None:
+    zfs.add("tank/a", "tank/a@new")
+    status, result = receive_stream(0, "--if-absent")
+    assert (status, result["error"]["kind"], result["error"]["related"]) == (4, "exists", ["tank/a@new"]), result
+    assert "the stream contains another snapshot" in result["error"]["message"]
+    zfs.objects["tank/a@new"]["guid"] = "99"
+    status, result = receive_stream(0, "--if-absent")
+    assert (status, result["changed"], result["unchanged"]) == (0, False, ["tank/a@new"]), result
+    assert zfs.list_changing_commands() == []
+
+
+def test_an_existing_snapshot_is_kept_if_there_is_no_stream(
+    zfs: FakeZfs, run_lzc: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    zfs.add("tank/a", "tank/a@new")
+    (tmp_path / "other").write_text("no stream")
+    for name in ("other", "missing"):
+        assert run_lzc("receive", "--if-absent", "--file", f"{tmp_path}/{name}", "tank/a@new")[0] == 0
+    read_fd, write_fd = os.pipe()
+    with os.fdopen(read_fd) as file, os.fdopen(write_fd, "w"):
+        monkeypatch.setattr(sys, "stdin", file)
+        assert run_lzc("--check", "receive", "--if-absent", "tank/a@new")[0] == 0, "check mode must not wait"
+        status, result = run_lzc("receive", "--if-absent", "--timeout", "0.1", "tank/a@new")
+    assert (status, result["error"]["kind"]) == (10, "timeout"), result
+    with Path(os.devnull).open() as file:
+        monkeypatch.setattr(sys, "stdin", file)
+        assert run_lzc("receive", "--if-absent", "tank/a@new")[1]["unchanged"] == ["tank/a@new"]
+
+
 def test_the_options_that_allow_data_loss_need_force(run_lzc: Run) -> None:
     for option in ("--destroy-newer", "--replace"):
         status, result = run_lzc("receive", option, "tank/a@new")
@@ -490,6 +521,24 @@ def test_a_rollback_to_an_assumed_snapshot_is_predicted(zfs: FakeZfs, run_lzc: R
     # A snapshot that exists is examined even if it is assumed.
     status, result = run_lzc("--check", "--assume", "tank/a@1", "rollback", "tank/a@1")
     assert (status, result["error"]["related"]) == (5, ["tank/a#1"]), result
+    assert zfs.list_changing_commands() == []
+
+
+# -- bookmarks --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("check_options", [(), ("--check",)])
+def test_a_bookmark_is_kept_only_if_it_belongs_to_the_snapshot(
+    zfs: FakeZfs, run_lzc: Run, check_options: tuple[str, ...]
+) -> None:
+    zfs.add("tank/a", "tank/a@1", "tank/a#x")
+    argv = (*check_options, "bookmark", "--if-absent", "tank/a@1", "tank/a#x")
+    status, result = run_lzc(*argv)
+    assert (status, result["error"]["kind"], result["error"]["related"]) == (4, "exists", ["tank/a#x"]), result
+    zfs.objects["tank/a#x"]["guid"] = zfs.objects["tank/a@1"]["guid"]
+    assert run_lzc(*argv)[1]["unchanged"] == ["tank/a#x"]
+    del zfs.objects["tank/a@1"]
+    assert run_lzc(*argv)[1]["unchanged"] == ["tank/a#x"], "a bookmark outlives its snapshot"
     assert zfs.list_changing_commands() == []
 
 

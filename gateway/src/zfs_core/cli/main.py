@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import os
 import sys
 from argparse import Namespace
 from collections.abc import Sequence
+from typing import TextIO
 
 from zfs_core.cli.failures import CommandError, Kind, describe
 from zfs_core.cli.parser import make_parser
@@ -28,8 +31,34 @@ def main(argv: Sequence[str] | None = None) -> int:
         error = describe(failure)
     except NotImplementedError as failure:
         error = CommandError(Kind.NOT_SUPPORTED, str(failure))
-    _print_result(report, error, options)
+    except OSError as failure:
+        error = _describe_system_error(failure)
+    try:
+        _print_result(report, error, options)
+    except OSError as failure:
+        _abandon_output(failure)
+        return Kind.FAILED.exit_code
     return 0 if error is None else error.kind.exit_code
+
+
+def _describe_system_error(error: OSError) -> CommandError:
+    names = [repr(str(name)) for name in (error.filename, error.filename2) if name is not None]
+    subject = " and ".join(names) or "a system call"
+    remedy = "check the files, the permissions and the limits of this process"
+    return CommandError(Kind.FAILED, f"{subject} failed: {error.strerror or error}: {remedy}")
+
+
+def _abandon_output(error: OSError) -> None:
+    """Report that the result cannot be written, for example because its reader has exited."""
+    with contextlib.suppress(OSError):
+        print(f"lzc: the result cannot be written: {error.strerror or error}", file=sys.stderr, flush=True)
+    _discard_output(sys.stdout)
+
+
+def _discard_output(stream: TextIO) -> None:
+    """Send to the null device what could not be written. Otherwise, Python tries again and fails when it exits."""
+    with contextlib.suppress(OSError, ValueError):
+        os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
 
 
 def _parse(arguments: list[str]) -> Namespace:
@@ -57,6 +86,9 @@ def _print_result(report: Report, error: CommandError | None, options: Namespace
     result = report.as_json()
     if error is not None:
         result["error"] = error.as_json()
-        print(f"lzc: {error.message}", file=sys.stderr)
+        try:
+            print(f"lzc: {error.message}", file=sys.stderr)
+        except OSError:  # The result must also arrive if nobody reads standard error.
+            _discard_output(sys.stderr)
     sends_stream = getattr(options, "subcommand", "") == "send" and not options.file and not options.command  # type: ignore[union-attr]
     print(json.dumps(result), file=sys.stderr if sends_stream else sys.stdout, flush=True)

@@ -128,7 +128,7 @@ def _add_snapshot_commands(commands: _Commands[Parser]) -> None:
     parser = _add_command(commands, "bookmark", text, snapshots.bookmark)
     parser.add_argument("source", metavar="SNAPSHOT", type=values.parse_snapshot)
     parser.add_argument("name", metavar="BOOKMARK", type=values.parse_bookmark)
-    _add_flag(parser, "--if-absent", _IF_ABSENT)
+    _add_flag(parser, "--if-absent", f"{_IF_ABSENT} as a bookmark of this snapshot")
 
     text = "roll a filesystem back to a snapshot; do nothing if nothing has been written since"
     parser = _add_command(commands, "rollback", text, snapshots.rollback)
@@ -234,7 +234,7 @@ def _add_stream_commands(commands: _Commands[Parser]) -> None:
     )
     parser.add_argument("target", metavar="SNAPSHOT|FILESYSTEM", type=values.parse_receive_target)
     parser.add_argument("--file", type=Path, help="the file that contains the stream")
-    _add_flag(parser, "--if-absent", f"{_IF_ABSENT}; the stream is then not read")
+    _add_flag(parser, "--if-absent", "succeed without a change if the snapshot in the stream already exists")
     _add_flag(
         parser, "--force", "discard changes of the filesystem since its newest snapshot, if that is the stream's base"
     )

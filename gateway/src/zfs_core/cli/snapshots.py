@@ -13,7 +13,7 @@ from zfs_core.cli.losses import require_unused
 from zfs_core.cli.report import Report
 from zfs_core.exceptions import SnapshotNotFound
 from zfs_core.holds import lzc_get_holds, lzc_hold, lzc_release
-from zfs_core.listing import list_snapshots, lzc_exists
+from zfs_core.listing import find_types, list_snapshots, lzc_exists
 from zfs_core.names import get_filesystem_name, get_pool_name
 from zfs_core.properties import get_props
 from zfs_core.snapshots import lzc_destroy_snaps, lzc_rollback_to, lzc_snapshot
@@ -94,10 +94,25 @@ def bookmark(options: Namespace, report: Report) -> None:
     if report.exists(name):
         if not options.if_absent:
             raise CommandError(Kind.EXISTS, f"{name!r} already exists: choose another name, or pass --if-absent")
+        _check_bookmark(name, source)
         report.keep(name)
         return
     require_existing(report, source)
     report.change("bookmark", name, partial(lzc_bookmark, {name: source}), snapshot=source)
+
+
+def _check_bookmark(name: str, source: str) -> None:
+    """Raise CommandError if a bookmark belongs to another snapshot than ``source``, which may have been destroyed."""
+    if len(find_types([name, source])) < 2:
+        return
+    guids = get_props([name, source], ["guid"])
+    if guids[name]["guid"].value != guids[source]["guid"].value:
+        raise CommandError(
+            Kind.EXISTS,
+            f"{name!r} already exists, but as a bookmark of another snapshot than {source!r}: choose another name, or "
+            "destroy it first (lzc destroy)",
+            [name],
+        )
 
 
 def hold(options: Namespace, report: Report) -> None:

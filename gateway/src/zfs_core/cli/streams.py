@@ -6,6 +6,7 @@ import contextlib
 import errno
 import json
 import os
+import select
 import subprocess
 import sys
 import tempfile
@@ -22,8 +23,10 @@ from zfs_core.cli.lookups import require_existing, require_parent
 from zfs_core.cli.losses import find_receive_losses
 from zfs_core.cli.report import Report
 from zfs_core.cli.resumable import find_resumed_snapshot, send_remainder
-from zfs_core.exceptions import ZFSError
+from zfs_core.exceptions import BadStream, StreamIOError, ZFSError
+from zfs_core.listing import lzc_exists
 from zfs_core.names import get_filesystem_name
+from zfs_core.properties import get_props
 from zfs_core.receive import lzc_receive, lzc_receive_resumable, lzc_receive_with_header, receive_header
 from zfs_core.send import lzc_send
 
@@ -211,6 +214,7 @@ def receive(options: Namespace, report: Report) -> None:
     if report.exists(target):
         if not options.if_absent:
             raise CommandError(Kind.EXISTS, f"{target!r} already exists: choose another name, or pass --if-absent")
+        _check_received_snapshot(target, options, report)
         report.keep(target)
         return
     if not report.exists(filesystem):
@@ -233,6 +237,34 @@ def receive(options: Namespace, report: Report) -> None:
             if report.exists(filesystem):
                 changes = [*find_receive_losses(filesystem, header, options), *changes]
         report.apply_changes_together(changes, partial(_receive_from_fd, file.fileno(), begin_record, options, target))
+
+
+def _check_received_snapshot(target: str, options: Namespace, report: Report) -> None:
+    """Raise CommandError if the stream contains another snapshot than ``target``, which exists."""
+    guid = _read_guid(options, report) if lzc_exists(target) else None
+    if guid is not None and guid != get_props([target], ["guid"])[target]["guid"].number:
+        raise CommandError(
+            Kind.EXISTS,
+            f"{target!r} already exists, but the stream contains another snapshot: choose another name, or destroy it "
+            "first (lzc destroy)",
+            [target],
+        )
+
+
+def _read_guid(options: Namespace, report: Report) -> int | None:
+    """Return the GUID of the snapshot in the stream, or None if there is no stream that can be read."""
+    if not options.file.is_file() if options.file else (report.check or sys.stdin.isatty()):
+        return None
+    with _open_source(options.file) as file:
+        if not select.select([file], [], [], options.timeout)[0]:
+            message = f"no stream arrived on standard input within {options.timeout:g} s: check the sender"
+            raise CommandError(Kind.TIMEOUT, message)
+        try:
+            header, _ = receive_header(file.fileno())
+        except (BadStream, StreamIOError):
+            return None
+    # A replication stream package has no GUID.
+    return header["drr_toguid"] or None
 
 
 def _find_target(options: Namespace, report: Report) -> str:
