@@ -6,7 +6,7 @@ While tests run jails, `checked` compares each command line with this list. docs
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
@@ -14,6 +14,7 @@ from typing import Any
 from unittest import mock
 
 from sandbox_gateway.hosts.jail_zfs import commands
+from sandbox_gateway.hosts.jail_zfs.jail import rootfs
 from zfs_core import process
 
 
@@ -117,88 +118,130 @@ COMMAND_LINES = (
     CommandLine("sysctl NAME=VALUE …", "sysctl(8), if_bridge(4)", "DESCRIPTION; PACKET FILTERING"),
     CommandLine("sysctl -inx kern.boot_id", "sysctl(8)", "DESCRIPTION: -i, -n, -x", is_rare=True),
     CommandLine("ps -o lstart= -p PID", "ps(1)", "DESCRIPTION: -o, -p; KEYWORDS", is_rare=True),
-    CommandLine("pw -R DIRECTORY usershow user", "pw(8)", "DESCRIPTION: -R; SYNOPSIS: usershow", is_rare=True),
     CommandLine(
-        "pw -R DIRECTORY useradd user -m -s /bin/sh", "pw(8)", "DESCRIPTION: -R; USER OPTIONS: -m, -s", is_rare=True
+        "pw -R DIRECTORY useradd user -u UID -d DIRECTORY -s /bin/sh -C /dev/null",
+        "pw(8)",
+        "DESCRIPTION: -R, -C; USER OPTIONS: -u, -d, -s",
+        is_rare=True,
+    ),
+    CommandLine("cp -a -x DIRECTORY/. DIRECTORY/", "cp(1)", "DESCRIPTION: -a, -x", is_rare=True),
+    CommandLine(
+        "tar -x -p -f FILE -C DIRECTORY --numeric-owner --exclude=./dev/* --exclude=dev/*",
+        "tar(1)",
+        "DESCRIPTION: -x; OPTIONS: -p, -f, -C, --numeric-owner, --exclude",
+        is_rare=True,
     ),
     CommandLine("pkg -r DIRECTORY install -y PACKAGE …", "pkg(8), pkg-install(8)", "-r; -y", is_rare=True),
 )
-"""The command lines that `CommandRunner` runs, and the command lines that only a FreeBSD host runs."""
-
-ZFS_SUBCOMMANDS = {
-    name: f"zfs-{page}(8)"
-    for name, page in {
-        "allow": "allow",
-        "bookmark": "bookmark",
-        "clone": "clone",
-        "create": "create",
-        "destroy": "destroy",
-        "diff": "diff",
-        "get": "get",
-        "hold": "hold",
-        "holds": "hold",
-        "inherit": "inherit",
-        "list": "list",
-        "mount": "mount",
-        "program": "program",
-        "promote": "promote",
-        "receive": "receive",
-        "release": "hold",
-        "rename": "rename",
-        "rollback": "rollback",
-        "send": "send",
-        "set": "set",
-        "snapshot": "snapshot",
-        "unmount": "mount",
-        "upgrade": "upgrade",
-        "version": "version",
-    }.items()
-}
-"""The pages of the subcommands that `zfs_core` may run. docs/zfs_core.md lists which function runs which command."""
+"""The command lines that `CommandRunner` runs, and those that build templates."""
 
 
-def find_command_line(argv: Sequence[str]) -> CommandLine | None:
-    return next((each for each in COMMAND_LINES if each.matches(argv)), None)
+@dataclass(frozen=True)
+class ZfsCommand:
+    """A subcommand of `zfs` with its options, in any order. An option with a value is followed by a placeholder.
+
+    ``page``: the manual page of FreeBSD, which is the same as OpenZFS's, that describes these options.
+    """
+
+    subcommand: str
+    options: tuple[str, ...]
+    page: str
+
+    @property
+    def form(self) -> str:
+        return " ".join(["zfs", self.subcommand, *(f"[{option}]" for option in self.options), "…"])
+
+    def matches(self, argv: Sequence[str]) -> bool:
+        """Return whether all options in ``argv`` are listed. Options precede the other arguments."""
+        if list(argv[:2]) != ["zfs", self.subcommand]:
+            return False
+        valued_options = {option.partition(" ")[0] for option in self.options if " " in option}
+        flags = {option[1] for option in self.options if " " not in option}
+        words = iter(argv[2:])
+        for word in words:
+            if word == "--" or not word.startswith("-") or word == "-":
+                return True
+            if word in valued_options:
+                if next(words, None) is None:
+                    return False
+            elif not set(word[1:]) <= flags:
+                return False
+        return True
+
+
+ZFS_COMMANDS = (
+    ZfsCommand("bookmark", (), "zfs-bookmark(8)"),
+    ZfsCommand("clone", ("-o PROPERTY=VALUE",), "zfs-clone(8)"),
+    ZfsCommand("create", ("-u", "-s", "-V SIZE", "-o PROPERTY=VALUE"), "zfs-create(8)"),
+    ZfsCommand("destroy", ("-d", "-n", "-v", "-p"), "zfs-destroy(8)"),
+    ZfsCommand("get", ("-H", "-p", "-r", "-s SOURCES", "-o COLUMNS"), "zfs-get(8)"),
+    ZfsCommand("hold", (), "zfs-hold(8)"),
+    ZfsCommand("holds", ("-H", "-p"), "zfs-hold(8)"),
+    ZfsCommand("inherit", (), "zfs-inherit(8)"),
+    ZfsCommand("list", ("-H", "-p", "-r", "-d DEPTH", "-t TYPES", "-s PROPERTY", "-o COLUMNS"), "zfs-list(8)"),
+    ZfsCommand("mount", (), "zfs-mount(8)"),
+    ZfsCommand("program", ("-n", "-j", "-t LIMIT", "-m LIMIT"), "zfs-program(8)"),
+    ZfsCommand("promote", (), "zfs-promote(8)"),
+    ZfsCommand("receive", ("-u", "-F", "-s", "-c", "-A", "-o PROPERTY=VALUE", "-x PROPERTY"), "zfs-receive(8)"),
+    ZfsCommand("release", (), "zfs-release(8)"),
+    ZfsCommand("rename", ("-u",), "zfs-rename(8)"),
+    ZfsCommand("rollback", (), "zfs-rollback(8)"),
+    ZfsCommand("send", ("-e", "-L", "-c", "-w", "-n", "-v", "-P", "-i BASE", "-t TOKEN"), "zfs-send(8)"),
+    ZfsCommand("set", (), "zfs-set(8)"),
+    ZfsCommand("snapshot", ("-o PROPERTY=VALUE",), "zfs-snapshot(8)"),
+    ZfsCommand("unmount", (), "zfs-unmount(8)"),
+    ZfsCommand("version", (), "zfs-version(8)"),
+)
+"""The subcommands that `zfs_core` may run, with all options that it passes."""
+
+
+def find_command_line(argv: Sequence[str]) -> CommandLine | ZfsCommand | None:
+    return next((each for each in (*COMMAND_LINES, *ZFS_COMMANDS) if each.matches(argv)), None)
 
 
 @dataclass
 class Recording:
     """The command lines that were issued. ``unknown_argvs``: those that are not listed."""
 
-    known_lines: set[CommandLine]
+    known_lines: set[CommandLine | ZfsCommand]
     zfs_subcommands: set[str]
     unknown_argvs: list[list[str]]
 
     def add(self, argv: Sequence[str]) -> None:
         if argv[0].endswith("/nsenter"):  # A test whose shim has a network namespace of its own.
             argv = argv[2:]
-        if argv[0] == "zfs":
-            is_known = argv[1].lstrip("-") in ZFS_SUBCOMMANDS
-            self.zfs_subcommands.add(argv[1])
-        else:
-            line = find_command_line(argv)
-            is_known = line is not None
-            if line is not None:
-                self.known_lines.add(line)
-        if not is_known:
+        line = find_command_line(argv)
+        if line is None:
             self.unknown_argvs.append(list(argv))
+            return
+        self.known_lines.add(line)
+        if isinstance(line, ZfsCommand):
+            self.zfs_subcommands.add(line.subcommand)
 
 
 @contextmanager
 def recorded() -> Iterator[Recording]:
     """Record the command lines that the jail host and `zfs_core` issue in this process inside the context."""
     recording = Recording(set(), set(), [])
-    original_run, original_tracked = commands.run_async, process.tracked
+    original_tracked = process.tracked
 
-    async def run_async(argv: Sequence[str], **options: Any) -> Any:
-        recording.add(argv)
-        return await original_run(argv, **options)
+    def record_first(run: Callable[..., Awaitable[Any]]) -> Callable[..., Awaitable[Any]]:
+        async def run_recorded(argv: Sequence[str], *args: Any, **options: Any) -> Any:
+            recording.add(argv)
+            return await run(argv, *args, **options)
+
+        return run_recorded
 
     def tracked(command: Any, *args: Any) -> Any:
         recording.add(command.args)
         return original_tracked(command, *args)
 
-    with mock.patch.object(commands, "run_async", run_async), mock.patch.object(process, "tracked", tracked):
+    with (
+        mock.patch.object(commands, "run_async", record_first(commands.run_async)),
+        mock.patch.object(rootfs, "run_async", record_first(rootfs.run_async)),
+        mock.patch.object(rootfs, "run_logged", record_first(rootfs.run_logged)),
+        mock.patch.object(process, "tracked", tracked),
+    ):
         yield recording
 
 
@@ -212,7 +255,10 @@ def checked() -> Iterator[None]:
     )
 
 
-def format_table(lines: Iterable[CommandLine] = COMMAND_LINES) -> str:
+def format_table() -> str:
     """Return the table of docs/jail_zfs.md."""
-    rows = [f"| `{each.form}` | {each.page} | {each.section.replace('|', ' or ')} |\n" for each in lines]
+    rows = [f"| `{each.form}` | {each.page} | {each.section.replace('|', ' or ')} |\n" for each in COMMAND_LINES]
+    for each in ZFS_COMMANDS:
+        options = ", ".join(option.partition(" ")[0] for option in each.options)
+        rows.append(f"| `{each.form}` | {each.page} | {f'DESCRIPTION: {options}' if options else 'SYNOPSIS'} |\n")
     return "".join(["| command line | page | section |\n", "|---|---|---|\n", *rows])

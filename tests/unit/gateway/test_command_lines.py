@@ -7,12 +7,15 @@ from __future__ import annotations
 
 import asyncio
 import os
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from sandbox_gateway.errors import BackendFailed
 from sandbox_gateway.hosts.jail_zfs import commands
+from sandbox_gateway.hosts.jail_zfs.jail import rootfs
 from tests.freebsd_shim.command_lines import checked, find_command_line, format_table, recorded
 
 _PAGE_PATH = Path(__file__).parents[3] / "docs/jail_zfs.md"
@@ -43,6 +46,22 @@ def test_the_page_contains_the_table() -> None:
         (["pkill", "-KILL", "-j", "a"], "pkill -SIGNAL -j JAIL"),
         (["pfctl", "-q", "-a", "sbx/a", "-F", "states"], None),
         (["ifconfig", "a", "inet", "10.0.0.1", "up"], None),
+        (["zfs", "clone", "-o", "a:b=-x", "-o", "c:d=1", "p/a@b", "p/c"], "zfs clone [-o PROPERTY=VALUE] …"),
+        (["zfs", "clone", "-p", "p/a@b", "p/c"], None),
+        (
+            ["zfs", "get", "-Hp", "-r", "-o", "name,value", "all", "p"],
+            "zfs get [-H] [-p] [-r] [-s SOURCES] [-o COLUMNS] …",
+        ),
+        (["zfs", "destroy", "-r", "p/a"], None),
+        (["zfs", "destroy", "-dR", "p/a"], None),
+        (["zfs", "rename", "-u", "p/a", "p/b"], "zfs rename [-u] …"),
+        (["zfs", "snapshot", "-o"], None),
+        (
+            ["zfs", "program", "-j", "-t", "1", "-m", "2", "--", "p", "-", "-x"],
+            "zfs program [-n] [-j] [-t LIMIT] [-m LIMIT] …",
+        ),
+        (["zfs", "jail", "1", "p/a"], None),
+        (["zpool", "destroy", "p"], None),
     ],
 )
 def test_a_command_line_has_the_form_of_the_table(argv: list[str], form: str | None) -> None:
@@ -58,6 +77,33 @@ def test_a_command_line_that_is_not_in_the_table_is_reported() -> None:
 
     with pytest.raises(AssertionError, match=r"add these command lines .*'true'.*'echo', '-x'"):
         asyncio.run(run())
+
+
+@pytest.mark.parametrize("is_directory", [True, False], ids=["directory", "tarball"])
+def test_the_commands_that_build_a_template_are_in_the_table(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_directory: bool
+) -> None:
+    argvs: list[Sequence[str]] = []
+
+    async def run(argv: Sequence[str], *_: Any, **__: Any) -> None:
+        argvs.append(argv)
+
+    for name in ("run_async", "run_logged"):
+        monkeypatch.setattr(rootfs, name, run)
+    root, source = tmp_path / "root", tmp_path / "source"
+    (root / "etc").mkdir(parents=True)
+    (root / "etc/master.passwd").touch()
+    source.mkdir() if is_directory else source.touch()
+    monkeypatch.setattr(rootfs, "create_home", lambda *_: None)
+
+    async def build() -> None:
+        with checked():
+            await rootfs._unpack(source, root, lambda line: None)
+            await rootfs._install_packages(root, ["python3", "git"], lambda line: None)
+            await rootfs._add_user(root)
+
+    asyncio.run(build())
+    assert [argv[0] for argv in argvs] == ["cp" if is_directory else "tar", "pkg", "pw"]
 
 
 def test_the_namespace_of_a_test_is_not_part_of_a_command_line() -> None:
