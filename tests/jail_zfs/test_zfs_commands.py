@@ -449,6 +449,14 @@ def test_a_quota_below_the_used_space_is_refused(root: str, root_path: Path) -> 
     assert isinstance(_catch_error(zfs_core.lzc_set_prop, f"{root}/a", "refquota", 1 << 20), lzc_exc.QuotaTooSmall)
 
 
+def test_a_read_only_property_is_ignored_or_refused(root: str) -> None:
+    _create(f"{root}/a")
+    zfs_core.lzc_set_prop(f"{root}/a", "creation", 0)
+    assert zfs_core.get_props([f"{root}/a"], ["creation"])[f"{root}/a"]["creation"].number > 0, "it was ignored"
+    refused = _catch_error(zfs_core.set_writable_property, f"{root}/a", "creation", 0)
+    assert isinstance(refused, lzc_exc.PropertyInvalid)
+
+
 def test_changes_since_any_ancestor_are_detected(root: str, root_path: Path) -> None:
     a, b = f"{root}/a", f"{root}/b"
     _create(a)

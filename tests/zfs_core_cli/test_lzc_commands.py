@@ -6,6 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pytest
 from zfs_core.capabilities import detect_capabilities
 
 from tests.jail_zfs import pools
@@ -86,6 +87,32 @@ def test_held_and_cloned_snapshots_are_not_destroyed(lzc: Lzc, root: str) -> Non
     ]
 
 
+def test_the_snapshots_of_several_filesystems_are_destroyed_or_marked(lzc: Lzc, root: str) -> None:
+    lzc("create", "--parents", f"{root}/tree/a")
+    for name in ("one", "two"):
+        lzc("snapshot", "--recursive", f"{root}/tree@{name}")
+    lzc("hold", "keep", f"{root}/tree/a@one")
+    names = (f"{root}/tree@one", f"{root}/tree@two")
+    result = apply_command(lzc, root, "destroy", "--if-present", "--recursive", "--defer", *names)
+    actions = {change["name"].removeprefix(f"{root}/tree"): change["action"] for change in result["changes"]}
+    assert actions == {"@one": "destroy", "@two": "destroy", "/a@one": "defer", "/a@two": "destroy"}
+    assert list_names(f"{root}/tree") == [f"{root}/tree", f"{root}/tree/a", f"{root}/tree/a@one"]
+    lzc("release", "keep", f"{root}/tree/a@one")
+    assert list_names(f"{root}/tree") == [f"{root}/tree", f"{root}/tree/a"]
+
+
+def test_a_bookmark_of_another_snapshot_is_not_accepted(lzc: Lzc, root: str) -> None:
+    if not detect_capabilities().bookmarks:
+        pytest.skip("zfs-fuse has no bookmarks: this test runs on OpenZFS")
+    for name in ("one", "two"):
+        lzc("snapshot", f"{root}@{name}")
+    apply_command(lzc, root, "bookmark", "--if-absent", f"{root}@one", f"{root}#mark")
+    status, result = lzc("bookmark", "--if-absent", f"{root}@two", f"{root}#mark")
+    assert (status, result["error"]["kind"], result["error"]["related"]) == (4, "exists", [f"{root}#mark"]), result
+    lzc("destroy", f"{root}@one")
+    assert lzc("bookmark", "--if-absent", f"{root}@one", f"{root}#mark")[1]["unchanged"] == [f"{root}#mark"]
+
+
 def test_streams_are_sent_and_received(lzc: Lzc, lzc_path: Path, root: str, root_path: Path, tmp_path: Path) -> None:
     lzc("create", f"{root}/a")
     (root_path / "a/file").write_text("first")
@@ -110,6 +137,8 @@ def test_streams_are_sent_and_received(lzc: Lzc, lzc_path: Path, root: str, root
         assert lzc(*forced, "--destroy-newer")[0] == 8
         assert lzc("rollback", "--destroy-newer", f"{root}/copy@one")[0] == 0
     apply_command(lzc, root, *forced, "--destroy-newer")
+    status, result = lzc("receive", "--if-absent", "--file", str(file), f"{root}/copy@one")
+    assert (status, result["error"]["kind"]) == (4, "exists"), "the file contains another snapshot"
     snapshots = lzc("list", "--type", "snapshot", f"{root}/copy")[1]["names"]
     assert snapshots == [f"{root}/copy@one", f"{root}/copy@three"]
     assert lzc("send", f"{root}/a@two", "--file", str(tmp_path / "whole"))[0] == 0
