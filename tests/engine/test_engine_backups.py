@@ -64,4 +64,4 @@ def test_a_removed_sandbox_and_its_volume_are_restored_from_nightly_backups(gate
     run = playbook_runner.run_documented_play(
         "restore_backup", restore_file=str(directory / "data@2.volume"), restore_name="other"
     )
-    check_refusal(run, "volume 'other' already exists and was not imported")
+    check_refusal(run, "volume 'other' already exists and was created, not imported")
