@@ -101,6 +101,11 @@ class Planner:
             else:
                 self._unexpected_failures.append(failure)
 
+    def add_unexpected_failure(self, failure: Failure, condition: str) -> None:
+        """Add a failure that occurs only under ``condition``, which a check-mode run expects not to hold."""
+        failure.condition, failure.is_expected = condition, False
+        self._unexpected_failures.append(failure)
+
     def plan(self) -> Plan:
         return Plan(tuple(self._actions), dict(self._failures), tuple(self._unexpected_failures))
 

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
 
 from ansible_collections.grove.sandbox.plugins.module_utils._failure import Failure
-from ansible_collections.grove.sandbox.plugins.module_utils._plan import failures_conditional
+from ansible_collections.grove.sandbox.plugins.module_utils._plan import Action, Planner, failures_conditional
 
 if TYPE_CHECKING:
     from ansible_collections.grove.sandbox.plugins.module_utils._client import Client
@@ -117,6 +117,34 @@ def find_origin_conflict(file: SnapshotFile | None, path: str, imported_from: st
     if file is None or imported_from == file.snapshot_id:
         return ""
     return f"was imported from snapshot {imported_from}, but {path} contains snapshot {file.snapshot_id}"
+
+
+def add_import_plan(
+    planner: Planner,
+    name: str,
+    plan_one: Callable[[], list[Action]],
+    file: SnapshotFile | None,
+    path: str,
+    imported_from: str,
+) -> None:
+    """Add the actions of a task that imports a file.
+
+    If the file of an existing object is missing, an earlier task may write it in the run, and then the import fails.
+    ``imported_from``: the snapshot in the file from which the object was imported, or "".
+    """
+    if not imported_from or file is not None:
+        planner.add(name, plan_one)
+        return
+
+    def plan_conditionally() -> list[Action]:
+        with _file_failures_conditional(path):
+            return plan_one()
+
+    planner.add(name, plan_conditionally)
+    planner.add_unexpected_failure(
+        Failure(f"{name!r} was imported from snapshot {imported_from}, but {path} contains another", "conflict"),
+        f"only if an earlier task of the run writes {path}",
+    )
 
 
 def require_writable_file(client: Client, path: str) -> None:

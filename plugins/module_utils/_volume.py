@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from ansible_collections.grove.sandbox.plugins.module_utils import _refusals
@@ -36,6 +37,7 @@ from ansible_collections.grove.sandbox.plugins.module_utils._shapes import (
 from ansible_collections.grove.sandbox.plugins.module_utils._snapshot_files import (
     PRIVATE_MODE,
     SnapshotFile,
+    add_import_plan,
     export_to_file,
     find_origin_conflict,
     import_from_file,
@@ -274,7 +276,12 @@ def list_named_paths(want: DesiredState, have: CurrentState) -> tuple[str, ...]:
 def plan(want: DesiredState, have: CurrentState) -> Plan:
     planner = Planner()
     for name in want.names:
-        planner.add(name, lambda name=name: _plan_volume(want, have, name))
+        plan_one = partial(_plan_volume, want, have, name)
+        if want.import_from and name in have.resources:
+            imported_from = have.resources[name]["imported_from"]
+            add_import_plan(planner, name, plan_one, have.file, want.import_from, imported_from)
+        else:
+            planner.add(name, plan_one)
     return planner.plan()
 
 

@@ -366,6 +366,32 @@ def test_a_plan_does_not_know_the_files_that_it_exports(
     assert (checks.tasks, checks.partial_count) == (outcomes, partial_count)
 
 
+@pytest.mark.parametrize(
+    ("has_approved_plan", "outcomes", "partial_count"),
+    [(False, {"changed": 2, "failed": 1}, 1), (True, {"changed": 2, "failed": 1}, 1)],
+    ids=["without the plan", "with the plan"],
+)
+def test_a_plan_says_that_an_exported_file_may_not_be_the_imported_one(
+    gateway: MemoryGateway,
+    snapshot_file: Path,
+    has_approved_plan: bool,
+    outcomes: dict[str, int],
+    partial_count: int,
+) -> None:
+    gateway.clear()
+    play: list[PlayTask] = [
+        ("snapshot", {"name": ["u"], "import_from": "existing"}),
+        ("snapshot", {"name": ["t"], "sandbox": ["b"], "export_to": "new"}),
+        ("snapshot", {"name": ["u"], "import_from": "exported"}),
+    ]
+    checks = PlayChecks()
+    entries = checks.check(gateway.unix_url, [], play, has_approved_plan=has_approved_plan, existing_file=snapshot_file)
+    assert [phrase.partition(" writes ")[0] for phrase in entries[2]["unknown"]] == [
+        "only if an earlier task of the run"
+    ]
+    assert (checks.tasks, checks.partial_count) == (outcomes, partial_count)
+
+
 async def refuse(*args: Any, **options: Any) -> None:
     raise Unsupported("only the plan session refuses this")
 
