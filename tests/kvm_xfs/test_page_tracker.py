@@ -8,6 +8,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import textwrap
 from collections.abc import Iterator
 from pathlib import Path
@@ -118,6 +119,22 @@ def test_tracking_preserves_the_signals_and_the_state_of_the_process(program: Pr
         tracker.track(program.process.pid, [])
     assert program.write() > alarm_count_before
     assert program.process.poll() is None
+
+
+def test_tracker_needs_no_file(
+    program: Program, requires_root: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A killed gateway would leave the file."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    files_before = set(tmp_path.iterdir())
+    client = TrackerClient()
+    client.open()
+    try:
+        assert set(tmp_path.iterdir()) == files_before
+        client.track(program.ram.pid, program.ram.areas)
+        assert listing.is_tracked(program.ram)
+    finally:
+        client.close()
 
 
 def test_tracking_outlives_the_tracker(program: Program) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import socket
 import subprocess
 import sys
@@ -26,17 +27,24 @@ class TrackerClient:
     def __init__(self, path: Path | None = None) -> None:
         self._path = path
         self._child: subprocess.Popen[bytes] | None = None
-        self._directory: tempfile.TemporaryDirectory[str] | None = None
+        self._own_socket: int | None = None
 
     def open(self) -> None:
-        """Start a tracker as a child process, unless the administrator runs one."""
+        """Start a tracker as a child process, unless the administrator runs one.
+
+        The socket of this child has no path, only a descriptor, so a killed gateway leaves no file.
+        """
         if self._path is not None:
             return
-        self._directory = tempfile.TemporaryDirectory(prefix="grove-tracker-")
-        self._path = Path(self._directory.name, "socket")
-        with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as listener:
-            listener.bind(str(self._path))
+        with (
+            tempfile.TemporaryDirectory(prefix="grove-tracker-") as directory,
+            socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as listener,
+        ):
+            path = Path(directory, "socket")
+            listener.bind(str(path))
             listener.listen()
+            self._own_socket = os.open(path, os.O_PATH | os.O_CLOEXEC)
+            self._path = Path(f"/proc/self/fd/{self._own_socket}")
             self._child = _start(listener)
 
     def close(self) -> None:
@@ -49,9 +57,9 @@ class TrackerClient:
                 self._child.kill()
                 self._child.wait(_EXIT_TIMEOUT_SECONDS)
             self._child = None
-        if self._directory is not None:
-            self._directory.cleanup()
-            self._directory = self._path = None
+        if self._own_socket is not None:
+            os.close(self._own_socket)
+            self._own_socket = self._path = None
 
     def track(self, pid: int, areas: Sequence[Area]) -> None:
         """Make the kernel track the writes of a machine's process to ``areas``. Raises OSError with the reason."""
