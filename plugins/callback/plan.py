@@ -69,6 +69,7 @@ EXAMPLES = r"""
 
 import atexit
 import contextlib
+import itertools
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -90,6 +91,8 @@ if TYPE_CHECKING:
 _COLLECTION_PREFIX = "grove.sandbox."
 _ACTION_KEYS = frozenset(("failure", "outcomes", "module_stdout", "ansible_job_id"))
 """Keys of results of which each action of this collection returns one at least."""
+_MAX_SKIPPED_TASKS = 20
+_MAX_LINE_CHARACTERS = 500
 _FILE_WIDTH = 120
 """Columns of the table if the output is not a terminal. Log viewers, such as AWX's, can scroll."""
 
@@ -110,6 +113,8 @@ class CallbackModule(CallbackBase):
         """The host and the description of each recent failure. The playbook may have rescued these failures."""
         self._failures: dict[str, None] = {}
         """The descriptions of the failures that make the plan incomplete, in the order in which they occurred."""
+        self._skipped_tasks: dict[str, set[str]] = {}
+        """The hosts that have skipped each task of this collection."""
 
     def v2_playbook_on_start(self, playbook: Playbook) -> None:
         if not context.CLIARGS.get("check"):
@@ -126,7 +131,7 @@ class CallbackModule(CallbackBase):
             # Every playbook of the run has its own statistics, and an interrupted run has none.
             atexit.register(self._end_sessions)
             if plan_path:
-                self._remove_old_plan(Path(plan_path))
+                self._remove_old_plan(plan_path)
         self._playbooks.append(Path(playbook._file_name).name)
         self._record_problems()
 
@@ -152,6 +157,13 @@ class CallbackModule(CallbackBase):
     def v2_runner_on_unreachable(self, result: TaskResult) -> None:
         host = result._host.get_name()
         self._possible_failures.append((host, _describe_unreachable_host(host)))
+
+    def v2_runner_on_skipped(self, result: TaskResult) -> None:
+        if context.CLIARGS.get("check") and _can_change(result._task):
+            task = f"{result._task.get_name()} ({_plan_journal.make_task_path(result._task)})"
+            self._skipped_tasks.setdefault(task, set()).add(result._host.get_name())
+
+    v2_runner_item_on_skipped = v2_runner_on_skipped
 
     def _record_failures(self, *descriptions: str) -> None:
         """Record ``descriptions`` and the failures since the last call, for the lookup in the next task."""
@@ -181,6 +193,7 @@ class CallbackModule(CallbackBase):
             self._record_failures(*_list_failures(stats))
             document = _plan_journal.make_plan(self._playbooks, {}, self.get_option("plan_lifetime"))
             self._print_table(document)
+            self._print_skipped_tasks()
             if self.get_option("plan_file"):
                 self._save(self.get_option("plan_file"), document)
         except Failure as failure:
@@ -194,7 +207,7 @@ class CallbackModule(CallbackBase):
             omitted_entries, unneeded_entries = _plan_journal.list_omitted_entries(plan)
         except Failure:
             return  # Each task has reported this failure.
-        if not omitted_entries and not unneeded_entries:
+        if not omitted_entries and not unneeded_entries and _plan_table.has_changes(plan):
             self._display.display("\nAll changes in the plan were made.")
         self._print_entries("In the plan, but not made:", omitted_entries)
         self._print_entries("In the plan, but not needed, because the sandboxes had not diverged:", unneeded_entries)
@@ -206,19 +219,25 @@ class CallbackModule(CallbackBase):
             text = f"  {entry['host']}: {entry['task']} ({entry['path']}): {', '.join(names)[:200]}"
             self._display.display(make_printable(text))
 
-    def _remove_old_plan(self, path: Path) -> None:
+    def _remove_old_plan(self, path: str) -> None:
         try:
-            path.unlink()
-        except FileNotFoundError:
-            pass
-        except OSError as error:
-            self._display.error(f"cannot remove the old plan {str(path)!r}: {error.strerror}. Delete the file yourself")
+            _plan_file.remove(path)
+        except Failure as failure:
+            self._display.error(failure.message)
 
     def _print_table(self, document: dict[str, Any]) -> None:
         width = self._display.columns if sys.stdout.isatty() else _FILE_WIDTH
         # A log file has no colours.
         self._display.display(_plan_table.render(document, width, color=ANSIBLE_COLOR), screen_only=True)
         self._display.display(_plan_table.render(document, _FILE_WIDTH, color=False), log_only=True)
+
+    def _print_skipped_tasks(self) -> None:
+        if self._skipped_tasks:
+            self._display.display("\nSkipped, so not in the plan. The run may find that their conditions are true:")
+        for task, hosts in itertools.islice(self._skipped_tasks.items(), _MAX_SKIPPED_TASKS):
+            self._display.display(make_printable(f"  {task} on {', '.join(sorted(hosts))}"[:_MAX_LINE_CHARACTERS]))
+        if (remaining_count := len(self._skipped_tasks) - _MAX_SKIPPED_TASKS) > 0:
+            self._display.display(f"  and {remaining_count} more")
 
     def _save(self, path: str, document: dict[str, Any]) -> None:
         _plan_file.save(path, document)
@@ -235,8 +254,7 @@ def _find_early_failure(task: Task, result: dict[str, Any]) -> str:
     Such as a template that uses a value which only the run can know. The plan then has no entry for the task, even if
     the playbook ignores or rescues the failure.
     """
-    action = str(getattr(task, "resolved_action", None) or task.action)
-    if not action.startswith(_COLLECTION_PREFIX) or action.endswith("_info"):
+    if not _can_change(task):
         return ""
     items = result.get("results")
     # Ansible removes the key "failed" from the results for callbacks, but not from those of items.
@@ -245,6 +263,12 @@ def _find_early_failure(task: Task, result: dict[str, Any]) -> str:
         if _ACTION_KEYS.isdisjoint(each):
             return _plan_journal.NO_LOG_REASON if task.no_log else str(each.get("msg") or "it failed")
     return ""
+
+
+def _can_change(task: Task) -> bool:
+    """Return whether a task runs a module of this collection that can change something."""
+    action = str(getattr(task, "resolved_action", None) or task.action)
+    return action.startswith(_COLLECTION_PREFIX) and not action.endswith("_info")
 
 
 def _list_failures(stats: AggregateStats) -> list[str]:

@@ -106,8 +106,23 @@ def compute_object_version(
     return version
 
 
+def insert_planned_ids(text: str, bindings: Mapping[str, str]) -> str:
+    """Return a name or a path of this run as the plan contains it: with planned ids in place of real ones.
+
+    ``bindings``: see ``Approval``.
+    """
+    if _REAL_ID_PATTERN.search(text):
+        for planned_id, real_id in bindings.items():
+            if is_planned_id(planned_id):
+                text = text.replace(real_id, planned_id)
+    return text
+
+
 def make_volume_key(name: str) -> str:
-    """Return the key of the time when the run created a volume, in the bindings; see ``compute_object_version``."""
+    """Return the key of the time when the run created a volume, in the bindings; see ``compute_object_version``.
+
+    ``name``: its name in the plan.
+    """
     return f"{_NEW_MARKER} {name}"
 
 
@@ -337,8 +352,9 @@ def shares_objects(entries: Sequence[Entry], task_key: Mapping[str, Any]) -> boo
 
 def _find_planned_host(host: str, bindings: Iterable[Mapping[str, str]]) -> str:
     """Return the name that a host had in the check-mode run, which may contain the planned id of a sandbox."""
-    planned_ids = {real_id: planned_id for each in bindings for planned_id, real_id in each.items()}
-    return _REAL_ID_PATTERN.sub(lambda match: planned_ids.get(match[0], match[0]), host)
+    for each in bindings:
+        host = insert_planned_ids(host, each)
+    return host
 
 
 def list_own_snapshots(volume: str, view: Mapping[str, Any] | None) -> set[str]:
@@ -408,7 +424,7 @@ class Approval:
             if not candidates:
                 return None, []
         verbs = ", ".join(dict.fromkeys(each.verb for each in actions))
-        names = {change.name for action in actions for change in action.changes}
+        names = {insert_planned_ids(change.name, self.bindings) for action in actions for change in action.changes}
         failures = []
         for entry in self._sort(candidates, names, versions.keys()):
             matching = _Matching(self.bindings, self._created_ids, self._other_ids)
@@ -501,8 +517,7 @@ class Approval:
 
     def _substitute_planned_ids(self, reads: Mapping[str, str]) -> dict[str, str]:
         """Return ``reads`` with planned ids in place of the real ids in its paths."""
-        planned_ids = {real_id: planned_id for planned_id, real_id in self.bindings.items()}
-        return {_REAL_ID_PATTERN.sub(lambda m: planned_ids.get(m[0], m[0]), path): reads[path] for path in reads}
+        return {insert_planned_ids(path, self.bindings): version for path, version in reads.items()}
 
     def _check_unchanged(self, entry: Entry, versions: Mapping[str, str], matching: _Matching) -> None:
         if entry["gateway"] != self._gateway_id:
@@ -544,6 +559,14 @@ class Approval:
             raise _create_unplanned_error(
                 f"{_describe_path(path)} did not exist when the plan was made, but exists now"
             )
+        planned_ident = _parse_version(planned).get("id", "")
+        if not actual and (
+            matching.is_pending(planned_ident)
+            or (planned_ident == _NEW_MARKER and make_volume_key(name) not in matching.bindings)
+        ):
+            raise _create_unplanned_error(
+                f"{_describe_path(path)} does not exist, because this run has not carried out the task that creates it"
+            )
         if not actual:
             change = self._describe_disappearance(path, planned, matching)
             raise _create_unplanned_error(f"{_describe_path(path)} has been {change} since the plan was made")
@@ -568,9 +591,10 @@ class Approval:
             )
         if "users" in planned_parts and "users" in actual_parts:
             users = [set(parts["users"].split(",")) - {""} for parts in (planned_parts, actual_parts)]
-            self._check_members(f"the users of {_describe_path(path)}", *users, self._created_names)
+            self._check_members(f"the users of {_describe_path(path)}", *users, self._created_names, matching)
         if "mounts" in planned_parts and "mounts" in actual_parts:
-            self._check_mounts(path, planned_parts["mounts"], actual_parts["mounts"])
+            mounts = insert_planned_ids(actual_parts["mounts"], matching.bindings)
+            self._check_mounts(path, planned_parts["mounts"], mounts)
 
     def _check_mounts(self, path: str, planned: str, actual: str) -> None:
         """Compare the sandboxes that mount a volume, given as ``name:ro`` or ``name:rw``.
@@ -599,9 +623,10 @@ class Approval:
         """Compare the snapshots of a volume, which are ``name:id`` pairs."""
         subject = f"the snapshots of {_describe_path(path)}"
         volume = path.split("/")[2]
-        planned_ids = {real_id: planned_id for planned_id, real_id in matching.bindings.items()}
         planned_snapshots = _parse_pairs(planned)
-        actual_snapshots = {planned_ids.get(name, name): ident for name, ident in _parse_pairs(actual).items()}
+        actual_snapshots = {
+            insert_planned_ids(name, matching.bindings): ident for name, ident in _parse_pairs(actual).items()
+        }
         used_names = {name for name in planned_snapshots if _uses_snapshot(entry, volume, name)}
         pending_names = {name for name, ident in planned_snapshots.items() if matching.is_pending(ident)} - used_names
         for name in planned_snapshots.keys() & actual_snapshots.keys():
@@ -614,23 +639,29 @@ class Approval:
                 f"{subject} have changed since the plan was made ({', '.join(sorted(missing_names))})"
             )
         members = ({f"{volume}@{name}" for name in names} for names in (planned_snapshots, actual_snapshots))
-        self._check_members(subject, *members, {f"{volume}@{name}" for name in pending_names})
+        self._check_members(subject, *members, {f"{volume}@{name}" for name in pending_names}, matching)
 
     def _check_clones(self, path: str, planned: str, actual: str, matching: _Matching) -> None:
         """Compare the volumes that were created from the snapshots of a volume, which are ``name:id of snapshot``."""
         subject = f"the clones of {_describe_path(path)}"
-        planned_clones, actual_clones = _parse_pairs(planned), _parse_pairs(actual)
+        planned_clones = _parse_pairs(planned)
+        actual_clones = {
+            insert_planned_ids(name, matching.bindings): ident for name, ident in _parse_pairs(actual).items()
+        }
         for name in planned_clones.keys() & actual_clones.keys():
             snapshot_ids = planned_clones[name], actual_clones[name]
             if not matching.is_pending(snapshot_ids[0]) and not matching.match_text(*snapshot_ids):
                 raise _create_unplanned_error(f"{subject} have changed since the plan was made ({name})")
-        self._check_members(subject, planned_clones.keys(), actual_clones.keys(), self._created_names)
+        self._check_members(subject, planned_clones.keys(), actual_clones.keys(), self._created_names, matching)
 
-    def _check_members(self, subject: str, planned: Set[str], actual: Set[str], pending_names: Set[str]) -> None:
+    def _check_members(
+        self, subject: str, planned: Set[str], actual: Set[str], pending_names: Set[str], matching: _Matching
+    ) -> None:
         """Compare names that belong to an object. Other hosts of the run may already have made or removed theirs.
 
         ``pending_names``: planned ones that the run may not have made yet.
         """
+        actual = {insert_planned_ids(name, matching.bindings) for name in actual}
         added_names = actual - planned - self._created_names
         removed_names = planned - actual - pending_names - self._removed_names
         # A volume snapshot that belongs to a sandbox snapshot has the sandbox snapshot's id.
@@ -654,8 +685,7 @@ def _drop_unnecessary_actions(
     planned: Iterable[Mapping[str, Any]], actual: Iterable[Action], bindings: Mapping[str, str]
 ) -> list[Mapping[str, Any]]:
     """Return the planned actions, except captures and rollbacks of objects for which the task has no actions."""
-    planned_ids = {real_id: planned_id for planned_id, real_id in bindings.items()}
-    names = {planned_ids.get(change.name, change.name) for action in actual for change in action.changes}
+    names = {insert_planned_ids(change.name, bindings) for action in actual for change in action.changes}
     return [
         action
         for action in planned
@@ -670,11 +700,10 @@ def _drop_failing_actions(
 
     ``planned``: the actions in the plan, in the same order.
     """
-    planned_ids = {real: planned_id for planned_id, real in matching.bindings.items()}
     remaining = [(each["verb"], [change["name"] for change in _list_own_changes(each)]) for each in planned]
     kept_actions = []
     for action in actual:
-        names = [planned_ids.get(change.name, change.name) for change in action.changes]
+        names = [insert_planned_ids(change.name, matching.bindings) for change in action.changes]
         if remaining and remaining[0] == (action.verb, names):
             del remaining[0]
             kept_actions.append(action)

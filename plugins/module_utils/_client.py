@@ -624,5 +624,7 @@ def to_session_ids(text: str) -> str:
 
 
 def quote_segment(ref: str) -> str:
-    """Return ``ref`` quoted for use as one segment of a URL path."""
+    """Return ``ref`` quoted for use as one segment of a URL path. Raises Failure if no name or id contains it."""
+    if "/" in ref or ref in (".", ".."):
+        raise Failure(f"{ref!r} is not a valid name or id: use the name or id of an existing object", "invalid")
     return quote(ref, safe="")

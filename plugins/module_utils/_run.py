@@ -20,6 +20,7 @@ from ansible_collections.grove.sandbox.plugins.module_utils._approval import (
     compute_object_version,
     describe_actions,
     estimate_costs,
+    insert_planned_ids,
     list_own_snapshots,
     make_volume_key,
 )
@@ -345,14 +346,17 @@ class _Run:
             self._refuse_failing(plan.actions, actions, entry)
         new_shapes = self._observe_again(shapes) if self.completed_actions or self.failures else shapes
         bindings = approval.bindings
-        real_ids = self._find_created_ids(new_shapes)
+        real_ids = {
+            insert_planned_ids(name, bindings): ident for name, ident in self._find_created_ids(new_shapes).items()
+        }
         for name, planned_id in entry["created"].items() if entry is not None else ():
             if name in real_ids:
                 bindings[planned_id] = real_ids[name]
         for action in self.completed_actions:
             for change in action.changes:
                 if change.kind == VOLUME and change.before is None:
-                    bindings[make_volume_key(change.name)] = new_shapes.get(change.name, {}).get("created_at") or ""
+                    key = make_volume_key(insert_planned_ids(change.name, bindings))
+                    bindings[key] = new_shapes.get(change.name, {}).get("created_at") or ""
         result = self._build_result(new_shapes)
         # After a failure before the first change, the task can be repeated.
         if entry is None or (plan.actions and not self.completed_actions):

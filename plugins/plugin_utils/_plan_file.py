@@ -41,6 +41,9 @@ _PLANNED_ID_PATTERN = re.compile(PLANNED_ID_PREFIX + r"[0-9a-f]{4}")
 _VERB_PATTERN = re.compile(r"[a-z][a-z_]*")
 _NEW_PLAN_HINT = "Make a new plan: run ansible-playbook --check with the same plan_file"
 
+_PLAN_START = b'{"created_at":"'
+"""The beginning of all plan files, because their keys are sorted."""
+
 _loaded_plans: dict[str, tuple[_Version, dict[str, Any]]] = {}
 """The plans that this process, or the process that forked it, has loaded, by path."""
 
@@ -79,6 +82,29 @@ def make_document(
     return {**document, "digest": compute_digest(document)}
 
 
+def remove(path: str) -> None:
+    """Remove the plan of an earlier run, if there is one. Raises Failure if the file is not a plan."""
+    try:
+        _require_replaceable(Path(path))
+        Path(path).unlink(missing_ok=True)
+    except (OSError, ValueError) as error:
+        raise Failure(
+            f"cannot remove the old plan {path!r}: {_describe_error(error)}. Delete the file yourself"
+        ) from None
+
+
+def _require_replaceable(path: Path) -> None:
+    """Raise Failure if a file exists that is neither a plan nor empty. Raises OSError."""
+    if not path.exists():
+        return
+    start = b""
+    if path.is_file():
+        with path.open("rb") as file:
+            start = file.read(len(_PLAN_START))
+    if not path.is_file() or start not in (b"", _PLAN_START):
+        raise Failure(f"{str(path)!r} exists, but is not a plan, so it is kept: set plan_file to a different file")
+
+
 def compute_digest(document: Mapping[str, Any]) -> str:
     """Return the SHA-256 of all keys except ``digest``, as 64 hexadecimal digits."""
     text = _serialize({key: value for key, value in document.items() if key != "digest"})
@@ -99,6 +125,7 @@ def save(path: str, document: Mapping[str, Any]) -> None:
             "playbook"
         )
     try:
+        _require_replaceable(Path(path))
         _replace_file(Path(path), data)
     except (OSError, ValueError) as error:
         raise Failure(

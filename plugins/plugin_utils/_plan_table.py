@@ -78,7 +78,7 @@ def render(document: Mapping[str, Any], width: int, color: bool) -> str:
             lines += _render_gateway(url, entries, width, color)
         lines += textwrap.wrap(f"Plan: {_describe_totals(document['entries'])}.", width, subsequent_indent="  ")
     else:
-        lines.append("The plan contains no changes." if document["problems"] else "The plan changes nothing.")
+        lines.append("The plan contains no changes.")
     lines += _render_unknown_values(document["entries"], width, color)
     lines += _render_failures(document["entries"], width, color)
     lines += _render_problems(document["problems"], width, color)

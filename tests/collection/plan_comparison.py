@@ -173,24 +173,27 @@ class PlanComparison:
                 self._check(value, actual_value, key, f"{location}.{key}")
 
     def _check_key(self, planned: str, actual: str, context: Any) -> None:
-        """Check that two keys are equal, or are the ids of the same object."""
-        if planned.startswith(PLANNED_ID_PREFIX):
-            self._check_id(planned, actual, context)
+        """Check that two keys are equal, except that they contain different ids of the same object."""
+        if PLANNED_ID_PREFIX in planned:
+            self._check_ids_in_text(planned, actual, context)
         else:
             assert planned == actual, context
 
     def _check_text(self, planned: str, actual: str, key: str, context: Any) -> None:
         if PLANNED_ID_PREFIX in planned:
-            planned_parts, actual_parts = _split_at_ids(planned), _split_at_ids(actual)
-            assert planned_parts[::2] == actual_parts[::2], context
-            for planned_id, actual_id in zip(planned_parts[1::2], actual_parts[1::2], strict=True):
-                self._check_id(planned_id, actual_id, context)
+            self._check_ids_in_text(planned, actual, context)
             self._counts.unknown["ids"] += 1
         elif ID_PATTERN.fullmatch(planned):
             self._check_id(planned, actual, context)
             self._counts.known[key] += 1
         else:
             self._check_value(planned, actual, key, context)
+
+    def _check_ids_in_text(self, planned: str, actual: str, context: Any) -> None:
+        planned_parts, actual_parts = _split_at_ids(planned), _split_at_ids(actual)
+        assert planned_parts[::2] == actual_parts[::2], context
+        for planned_id, actual_id in zip(planned_parts[1::2], actual_parts[1::2], strict=True):
+            self._check_id(planned_id, actual_id, context)
 
     def _check_id(self, planned: str, actual: str, context: Any) -> None:
         """Check that two ids stand for the same object. An id that existed before the play stands for itself."""
@@ -275,5 +278,5 @@ def read_state(client: Client) -> State:
 
 
 def _sort_by_name(objects: Iterable[dict[str, Any]], key: str) -> list[dict[str, Any]]:
-    """Sort objects by name. Objects that have no name, or are named by an id, stay in the order of their creation."""
-    return sorted(objects, key=lambda each: "" if ID_PATTERN.fullmatch(str(each[key])) else each[key])
+    """Sort objects by name without ids. Objects with the same name, or none, stay in the order of their creation."""
+    return sorted(objects, key=lambda each: _split_at_ids(str(each[key]))[::2])

@@ -8,7 +8,7 @@ import json
 import os
 import tempfile
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -47,8 +47,10 @@ BY_ID = "by_id"
 
 _ID_VALUES = {"SOURCE": "a", "TRY": "fork ci-1 of s"}
 """Values of ``env`` and ``metadata`` in which tasks with ``BY_ID`` have ids in place of names."""
+_ID_NAME = "of-ci-1"
+"""A name in which all tasks have the id of the sandbox ci-1, if an earlier result of the play contains it."""
 _runs = itertools.count()
-_new_names = st.lists(st.sampled_from(["c", "ci-1", "ci-2"]), min_size=1, max_size=2, unique=True)
+_new_names = st.lists(st.sampled_from(["c", "ci-1", "ci-2", _ID_NAME]), min_size=1, max_size=2, unique=True)
 _likely_options = {
     "sandbox": st.fixed_dictionaries(
         {
@@ -57,14 +59,14 @@ _likely_options = {
             "state": st.sampled_from(["present", "running", "paused", "absent"]),
             "metadata": st.sampled_from([None, {"k": "1"}, _ID_VALUES]),
             "timeout": st.sampled_from([None, 3600]),
-            "volumes": make_mount_lists(),
+            "volumes": make_mount_lists() | st.just([{"name": _ID_NAME, "path": "/srv/of"}]),
             "env": st.sampled_from([None, None, {"TOKEN": "a-secret-value"}, _ID_VALUES]),
             "disk_mb": st.sampled_from([None, None, None, 4096]),
         }
     ),
     "fork": st.fixed_dictionaries(
         {
-            "snapshot": st.sampled_from(["s", "base"]),
+            "snapshot": st.sampled_from(["s", "base", _ID_NAME]),
             "count": st.integers(1, 3),
             "name_prefix": st.just("ci"),
             "paused": st.booleans(),
@@ -72,11 +74,11 @@ _likely_options = {
             "concurrency": st.sampled_from([None, 1, 2]),
         }
     )
-    | st.fixed_dictionaries({"sandbox": st.sampled_from(["a", "b"]), "names": _new_names}),
+    | st.fixed_dictionaries({"sandbox": st.sampled_from(["a", "b", _ID_NAME]), "names": _new_names}),
     "snapshot": st.fixed_dictionaries(
         {
-            "name": st.sampled_from([["s"], ["t"], ["u"]]),
-            "sandbox": st.sampled_from([["a"], ["b"], ["ci-1"]]),
+            "name": st.sampled_from([["s"], ["t"], ["u"], [_ID_NAME]]),
+            "sandbox": st.sampled_from([["a"], ["b"], ["ci-1"], [_ID_NAME]]),
             "when_changed": st.booleans(),
             "memory": st.sampled_from(["auto", "none"]),
             "volumes": st.sampled_from([None, ["data"]]),
@@ -85,18 +87,18 @@ _likely_options = {
         }
     )
     | st.fixed_dictionaries(
-        {"name": st.sampled_from([["t"], ["u"]]), "state": st.just("absent"), "when_unused": st.booleans()}
+        {"name": st.sampled_from([["t"], ["u"], [_ID_NAME]]), "state": st.just("absent"), "when_unused": st.booleans()}
     ),
     "rollback": st.fixed_dictionaries(
         {
-            "sandbox": st.sampled_from([["a"], ["b"], ["ci-1"]]),
-            "snapshot": st.sampled_from(["s", "t"]),
+            "sandbox": st.sampled_from([["a"], ["b"], ["ci-1"], [_ID_NAME]]),
+            "snapshot": st.sampled_from(["s", "t", _ID_NAME]),
             "unless_clean": st.booleans(),
         }
     ),
     "volume": st.fixed_dictionaries(
         {
-            "name": st.sampled_from([["data"], ["cache"], ["copy"]]),
+            "name": st.sampled_from([["data"], ["cache"], ["copy"], [_ID_NAME]]),
             "size_mb": st.sampled_from([64, 128]),
             "snapshots": st.sampled_from([None, ["one"], ["one", "two"]]),
             "attachments": attachments,
@@ -332,10 +334,10 @@ def run_play(
 
 def replace_names_with_ids(kind: str, params: dict[str, Any], results: Iterable[dict[str, Any]]) -> dict[str, Any]:
     """Return the options of a task, with ids instead of names if the results of earlier tasks contain the ids."""
-    params = dict(params)
+    objects = [each for result in results for kind in ("sandboxes", "snapshots") for each in result.get(kind, [])]
+    ids = {each["name"]: each["id"] for each in objects if each.get("id")}
+    params = _insert_id_into_names(dict(params), ids)
     if params.pop(BY_ID, False):
-        objects = [each for result in results for kind in ("sandboxes", "snapshots") for each in result.get(kind, [])]
-        ids = {each["name"]: each["id"] for each in objects if each.get("id")}
         for key in ("sandbox", "snapshot", *(("name",) if kind == "sandbox" else ())):
             if isinstance(value := params.get(key), list):
                 params[key] = [ids.get(name, name) for name in value]
@@ -350,6 +352,14 @@ def replace_names_with_ids(kind: str, params: dict[str, Any], results: Iterable[
                 {**each, "sandbox": ids.get(each["sandbox"], each["sandbox"])} for each in params["attachments"]
             ]
     return params
+
+
+def _insert_id_into_names(value: Any, ids: Mapping[str, str]) -> Any:
+    if isinstance(value, dict):
+        return {key: _insert_id_into_names(each, ids) for key, each in value.items()}
+    if isinstance(value, list):
+        return [_insert_id_into_names(each, ids) for each in value]
+    return f"of-{ids['ci-1']}" if value == _ID_NAME and "ci-1" in ids else value
 
 
 @dataclass(frozen=True)

@@ -254,6 +254,45 @@ def test_a_plan_can_cover_several_gateways(plan_target: Target, plan_path: Path)
         other.end()
 
 
+def test_names_can_contain_the_ids_of_new_sandboxes(plan_target: Target, plan_path: Path) -> None:
+    ident = "{{ box.sandbox.id }}"
+    shared_volume = [{"name": "shared", "path": "/srv/shared"}]
+    tasks = [
+        {**BOX, "register": "box"},
+        make_task("sandbox_snapshot", name=f"snap-{ident}", sandbox="box"),
+        make_task("sandbox_snapshot", name=f"again-{ident}", sandbox="box", when_changed=True),
+        make_task("sandbox_fork", snapshot=f"snap-{ident}", names=[f"fork-{ident}"]),
+        make_task("sandbox", name=f"fork-{ident}", metadata={"a": "b"}),
+        make_task("sandbox_fork", sandbox=f"fork-{ident}", names=[f"{ident}-copy"]),
+        make_task("sandbox_rollback", sandbox=f"{ident}-copy", snapshot=f"snap-{ident}", unless_clean=False),
+        make_task("sandbox_volume", name=[f"data-{ident}", "shared"], size_mb=64, snapshots=[f"v-{ident}"]),
+        make_task("sandbox_volume", name=f"data-{ident}", size_mb=128),
+        make_task("sandbox_volume", name="clone", from_snapshot=f"data-{ident}@v-{ident}", size_mb=128),
+        make_task("sandbox_volume", name=f"data-{ident}", size_mb=192),
+        make_task("sandbox", name=f"first-{ident}", template="base", volumes=shared_volume),
+        make_task("sandbox", name="second", template="base", volumes=shared_volume),
+        make_task("sandbox", name=[f"{ident}-copy", f"fork-{ident}"], state="absent"),
+        make_task("sandbox_snapshot", name=f"snap-{ident}", state="absent", when_unused=True),
+    ]
+    results = make_plan(plan_target, plan_path, *tasks)
+    assert not [each["msg"] for each in results if each.get("failed")]
+    results = apply_plan(plan_target, plan_path, *tasks)
+    assert not [each["msg"] for each in results if each.get("failed")]
+    assert [number for number, each in enumerate(results) if not each["changed"]] == [2], "the box has not diverged"
+
+
+def test_a_skipped_task_is_not_said_to_be_undone(plan_target: Target, plan_path: Path) -> None:
+    change = make_task("sandbox", name="box", template="base", metadata={"a": "b"})
+    tasks = [{**BOX, "tags": "first"}, {**change, "tags": "second"}]
+    make_plan(plan_target, plan_path, *tasks)
+    (result,) = plan_target.run(
+        {"tasks": [{"ignore_errors": True, **task} for task in tasks]},
+        options=("--tags", "second"),
+        environment={"GROVE_SANDBOX_APPLY": str(plan_path)},
+    )
+    assert "sandbox 'box' does not exist, because this run has not carried out the task" in result["msg"], result
+
+
 @pytest.mark.parametrize("strategy", ["linear", "free"])
 def test_hosts_can_be_named_by_the_ids_of_new_sandboxes(plan_target: Target, plan_path: Path, strategy: str) -> None:
     host = {"name": "on-{{ item.id }}", "groups": "new", "ansible_connection": "local"}

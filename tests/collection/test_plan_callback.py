@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import sys
 from pathlib import Path
@@ -103,7 +104,7 @@ def test_a_run_without_check_mode_prints_and_saves_nothing(target: Target, tmp_p
 
 
 def test_a_check_mode_run_without_changes_prints_one_line(target: Target) -> None:
-    assert run(target, {"ansible.builtin.debug": {}}) == "The plan changes nothing."
+    assert run(target, {"ansible.builtin.debug": {}}) == "The plan contains no changes."
 
 
 def test_a_check_mode_run_whose_changes_are_unknown_says_why(target: Target) -> None:
@@ -112,6 +113,29 @@ def test_a_check_mode_run_whose_changes_are_unknown_says_why(target: Target) -> 
     task = {"journal": {"entry": json.dumps({"task": "Hide it", "path": "play.yml:3", "problem": problem})}}
     output = run(target, {**task, "loop": [1, 2]})
     assert output == f"The plan contains no changes.\n\nThe plan is incomplete:\n  {problem}"
+
+
+def test_skipped_tasks_that_could_change_something_are_listed(target: Target) -> None:
+    """The run carries them out if their conditions depend on results that only the run has."""
+    skipped = {"name": "Keep it", "when": False, "grove.sandbox.sandbox_snapshot": {"name": "s", "sandbox": "a"}}
+    looped = {
+        "name": "Fork it",
+        "when": "item > 1",
+        "loop": [1, 2],
+        "grove.sandbox.sandbox_fork": {"snapshot": "s", "names": ["a"], "gateway_url": "unix:///nowhere"},
+        "ignore_errors": True,
+    }
+    harmless = {"when": False, "grove.sandbox.sandbox_info": {}}
+    title = "Skipped, so not in the plan. The run may find that their conditions are true:"
+    for check, titles in ((True, [title]), (False, [])):
+        target.run(
+            {"tasks": [skipped, looped, harmless]},
+            options=("--check",) if check else (),
+            environment={"ANSIBLE_CALLBACKS_ENABLED": "record,grove.sandbox.plan"},
+        )
+        assert re.findall(title, target.output) == titles, target.output
+        lines = re.findall(r"^  (\w+ it) \(play\.yml:\d+\) on target$", target.output, re.MULTILINE)
+        assert lines == ["Keep it", "Fork it"] * check
 
 
 def test_options_can_also_come_from_the_configuration_file(target: Target, tmp_path: Path) -> None:
@@ -219,10 +243,26 @@ def test_a_plan_is_incomplete_until_the_run_has_reached_its_last_playbook(target
 
 def test_failing_to_save_a_plan_is_an_error_and_leaves_no_old_plan(target: Target, tmp_path: Path) -> None:
     path = tmp_path / "plan.json"
-    path.write_text("an old plan")
+    run(target, TASKS[0], GROVE_SANDBOX_PLAN_FILE=str(path))
+    assert path.exists()
     output = run(target, TASKS[0], GROVE_SANDBOX_PLAN_FILE=str(path), GROVE_SANDBOX_PLAN_LIFETIME="0")
     assert "[ERROR]: plan_lifetime must be from 1 to 31536000 seconds, not 0" in output
     assert not path.exists()
+
+
+@pytest.mark.parametrize("kind", ["text", "directory", "pipe"])
+def test_only_a_plan_is_replaced_by_a_plan(target: Target, tmp_path: Path, kind: str) -> None:
+    path = tmp_path / "precious"
+    if kind == "text":
+        path.write_text("- hosts: all\n")
+    elif kind == "directory":
+        path.mkdir()
+    else:
+        os.mkfifo(path)
+    mode = path.stat().st_mode
+    output = run(target, TASKS[0], GROVE_SANDBOX_PLAN_FILE=str(path))
+    assert f"[ERROR]: '{path}' exists, but is not a plan, so it is kept: set plan_file to a different file" in output
+    assert path.stat().st_mode == mode and (kind != "text" or path.read_text() == "- hosts: all\n")
 
 
 def test_colours_are_shown_only_on_a_terminal_or_if_forced(target: Target, tmp_path: Path) -> None:

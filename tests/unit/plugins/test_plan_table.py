@@ -135,7 +135,7 @@ def test_colours_do_not_change_the_text() -> None:
 
 
 def test_a_plan_without_changes_is_one_line() -> None:
-    text = "The plan changes nothing."
+    text = "The plan contains no changes."
     assert _plan_table.render(make_document(), 79, color=True) == text
     assert _plan_table.render(make_document(make_entry("List", 1)), 79, color=True) == text
 
@@ -143,7 +143,8 @@ def test_a_plan_without_changes_is_one_line() -> None:
 def test_failures_are_shown_even_if_nothing_changes() -> None:
     document = make_document(make_entry("Remove it", 3, failure=make_failure("no such snapshot")))
     assert _plan_table.render(document, 79, color=False) == (
-        "The plan changes nothing.\n\nPredicted failures:\n  localhost, Remove it (play.yml:3):\n    no such snapshot"
+        "The plan contains no changes.\n\nPredicted failures:\n"
+        "  localhost, Remove it (play.yml:3):\n    no such snapshot"
     )
 
 
@@ -154,7 +155,7 @@ def test_an_incomplete_plan_says_what_is_missing() -> None:
 The plan is incomplete:
   the changes of task 'Hide it' (play.yml:3) are unknown: it has no_log, so its
   plan must not be saved"""
-    assert text == f"The plan contains no changes.\n{section}", "a run might change something"
+    assert text == f"The plan contains no changes.\n{section}"
     assert _plan_table.render({**DOCUMENT, "problems": problems}, 79, color=False) == f"{TABLE}\n{section}"
     assert "\033[0;31mThe plan is incomplete:\033[0m" in _plan_table.render(
         {**DOCUMENT, "problems": problems}, 79, True

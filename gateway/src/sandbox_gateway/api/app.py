@@ -99,6 +99,7 @@ def create_app(engine: Engine, config: Config, keys: Keys) -> FastAPI:
     app.state.closing = asyncio.Event()
     app.state.metrics = metrics.Metrics(engine)
     engine.durations.listener = app.state.metrics.record_operation
+    engine.durations.capture_listener = app.state.metrics.record_capture
     app.state.pools = Pools(engine)
     errors.register(app)
     modules = (templates, sandboxes, snapshots, volumes, plans, applied_runs, events, metrics, forkd)

@@ -38,7 +38,7 @@ def print_plan(plan: Plan) -> None:
     if changes:
         print(f"Plan: {_format_totals(plan)}.")
     else:
-        print("The plan contains no changes." if plan.problems else "The plan changes nothing.")
+        print("The plan contains no changes.")
     _print_list(
         "Unknown until the run:", (f"{text}: {_format_task(entry)}" for entry in plan.entries for text in entry.unknown)
     )

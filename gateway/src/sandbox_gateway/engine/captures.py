@@ -69,6 +69,8 @@ class Captures:
         self._context.events.publish(
             "snapshot.created", snapshotID=snapshot.id, sandboxID=sandbox.id, pauseMs=snapshot.pause_ms
         )
+        if snapshot.kind is not SnapshotKind.PAUSE:
+            self._context.durations.capture_listener(snapshot)
         if reason := self._host.end_reason(sandbox):
             raise BackendFailed(
                 f"snapshot {snapshot.id} was taken and is valid, but the source sandbox stopped afterwards: "

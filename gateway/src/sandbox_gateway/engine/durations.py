@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, Protocol, TypeVar
 
 from sandbox_gateway.errors import GatewayError, NoSpace
-from sandbox_gateway.records import MemoryMode
+from sandbox_gateway.records import MemoryMode, Snapshot
 
 if TYPE_CHECKING:
     from sandbox_gateway.engine.context import Context
@@ -49,10 +49,11 @@ def set_memory_mode(mode: MemoryMode) -> None:
 
 
 class Durations:
-    """Reports each operation to ``listener`` when it ends."""
+    """Reports each operation to ``listener`` when it ends, and each new snapshot to ``capture_listener``."""
 
     def __init__(self) -> None:
         self.listener: Callable[[Measurement], None] = lambda measurement: None
+        self.capture_listener: Callable[[Snapshot], None] = lambda snapshot: None
 
     @contextmanager
     def operation_measured(self, operation: str, memory: MemoryMode | None = None) -> Iterator[Measurement]:

@@ -171,7 +171,6 @@ async def branch(
     _check_mode(body)
     _check_parent(body, sandbox, engine)
     snapshot = await cancel_on_disconnect(request, engine.snapshots.branch(sandbox.id, body.tag))
-    request.app.state.metrics.record_capture(snapshot)
     return _describe_snapshot(engine, snapshot)
 
 

@@ -229,7 +229,6 @@ async def snapshot(
         prewarm=body.prewarm,
     )
     snapshot_record = await cancel_on_disconnect(request, work)
-    request.app.state.metrics.record_capture(snapshot_record)
     return view.describe_snapshot(snapshot_record)
 
 
