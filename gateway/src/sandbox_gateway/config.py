@@ -283,6 +283,51 @@ class Limits(_Section):
     )
 
 
+class RegistrySection(_Section):
+    """`[registry]`: the OCI registries to which snapshots and templates are pushed, and from which they are pulled."""
+
+    allowed: list[str] = Field(
+        default_factory=list,
+        description="Registries (HOST or HOST:PORT) that requests may name. Empty list: none.",
+    )
+    plain_http: list[str] = Field(
+        default_factory=list,
+        description="Those of the allowed registries that are contacted with HTTP instead of HTTPS. Anyone on the "
+        "network path can then read what is transferred, including passwords.",
+    )
+    auth_file: Path | None = Field(
+        None,
+        description="File with the credentials for registries, as `skopeo login --authfile FILE` writes it. Empty "
+        "string: requests without a user name and password are anonymous.",
+    )
+    ca_file: Path | None = Field(
+        None,
+        description="PEM file with certificate authorities to trust in addition to those of the system. Empty string: "
+        "none.",
+    )
+    token_servers: list[str] = Field(
+        default_factory=list,
+        description="Hosts (HOST or HOST:PORT, with HTTPS) other than the registries themselves from which registries "
+        "may require a token. The gateway sends them the credentials.",
+    )
+    download_servers: list[str] = Field(
+        default_factory=list,
+        description="Hosts (HOST or HOST:PORT, with HTTPS) other than the registries themselves to which registries "
+        "may redirect downloads. The gateway sends them no credentials.",
+    )
+    kept_mb: int = Field(
+        4096,
+        ge=0,
+        description="Maximum size, in MiB, of the data of interrupted pulls that is kept for a day, so that a repeated "
+        "pull does not fetch it again. 0: keep none.",
+    )
+
+    @field_validator("auth_file", "ca_file", mode="before")
+    @classmethod
+    def _convert_empty_to_none(cls, value: object) -> object:
+        return None if value == "" else value
+
+
 class PrewarmSection(_Section):
     """`[prewarm]`: forks that are started before anyone requests them (`kvm_xfs`)."""
 
@@ -321,6 +366,7 @@ class Config(_Section):
     jail_zfs: JailZfs = Field(default_factory=JailZfs)
     network: Network = Field(default_factory=Network)
     limits: Limits = Field(default_factory=Limits)
+    registry: RegistrySection = Field(default_factory=RegistrySection)
     prewarm: PrewarmSection = Field(default_factory=PrewarmSection)
     log: LogSection = Field(default_factory=LogSection)
     restart: Literal["start", "stay"] = Field(

@@ -18,7 +18,7 @@ from sandbox_gateway.api.data_plane.proxy import AddressFormats, DataPlane
 from sandbox_gateway.api.dependencies import EngineDep
 from sandbox_gateway.api.errors import ErrorMiddleware, ErrorShape
 from sandbox_gateway.api.forkd import routes as forkd
-from sandbox_gateway.api.native import applied_runs, plans, sandboxes, snapshots, templates, volumes
+from sandbox_gateway.api.native import applied_runs, artifacts, plans, sandboxes, snapshots, templates, volumes
 from sandbox_gateway.api.native.shapes import HealthShape, describe_room, describe_slow_command
 from sandbox_gateway.api.output import LargeResponseMiddleware
 from sandbox_gateway.api.unknown_fields import CheckFields
@@ -102,7 +102,7 @@ def create_app(engine: Engine, config: Config, keys: Keys) -> FastAPI:
     engine.durations.capture_listener = app.state.metrics.record_capture
     app.state.pools = Pools(engine)
     errors.register(app)
-    modules = (templates, sandboxes, snapshots, volumes, plans, applied_runs, events, metrics, forkd)
+    modules = (artifacts, templates, sandboxes, snapshots, volumes, plans, applied_runs, events, metrics, forkd)
     for router in (_health_router, *(module.router for module in modules)):
         app.include_router(router)
     # The middleware added last runs first.

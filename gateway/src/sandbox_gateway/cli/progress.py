@@ -52,6 +52,21 @@ def progress_shown(title: str, total: int | None = None) -> Iterator[Callable[[i
         yield lambda size: bar.advance(task_id, size)
 
 
+@contextmanager
+def items_shown(title: str) -> Iterator[Callable[[int, int], None]]:
+    """Show a progress bar on a terminal. Yields a function that sets the completed and the total number of items."""
+    if not sys.stderr.isatty():
+        yield lambda completed, total: None
+        return
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
+        task_id = bar.add_task(title, total=None)
+        yield lambda completed, total: bar.update(task_id, completed=completed, total=total or None)
+
+
 def create_forks(client: Client, route: str, body: dict[str, Any], count: int, title: str) -> Any:
     """POST ``body`` to ``route``, with a progress bar if it creates more than one fork."""
     if count < 2 or not sys.stderr.isatty():

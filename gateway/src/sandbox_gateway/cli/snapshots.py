@@ -6,7 +6,7 @@ from typing import Annotated, Any
 
 import typer
 
-from sandbox_gateway.cli import formats, options, queries, render
+from sandbox_gateway.cli import artifacts, formats, options, queries, render
 from sandbox_gateway.cli.context import Json, SandboxRef, SnapshotRef, get_settings
 from sandbox_gateway.cli.failure import Failure
 from sandbox_gateway.cli.sandboxes import print_forks, raise_first_failure
@@ -229,6 +229,49 @@ def interrupted(
         return
     imports = settings.client.get("/interrupted-imports")
     render.print_json(imports) if settings.json else render.print_interrupted_imports(imports)
+
+
+@app.command("push")
+def push(
+    ctx: typer.Context,
+    snapshot: SnapshotRef,
+    reference: artifacts.Reference,
+    no_memory: Annotated[bool, typer.Option("--no-memory", help="Push the disk only.")] = False,
+    username: artifacts.Username = "",
+    password_stdin: artifacts.PasswordStdin = False,
+    as_json: Json = False,
+) -> None:
+    """Push a snapshot or template to an OCI registry. The artifact contains all secrets of its guest."""
+    body: dict[str, Any] = {"reference": reference, **artifacts.build_login_fields(username, password_stdin)}
+    if no_memory:
+        body["memory"] = "none"
+    artifacts.push(get_settings(ctx, as_json), "snapshots", snapshot, body)
+
+
+@app.command("pull")
+def pull(
+    ctx: typer.Context,
+    reference: artifacts.Reference,
+    name: Annotated[
+        str, typer.Option("--name", help="A name that replaces those in the artifact.", show_default=False)
+    ] = "",
+    trust: Annotated[
+        list[str] | None,
+        typer.Option("--trust", metavar="FINGERPRINT", help="Accept an artifact that another gateway has signed."),
+    ] = None,
+    username: artifacts.Username = "",
+    password_stdin: artifacts.PasswordStdin = False,
+    as_json: Json = False,
+) -> None:
+    """Create a snapshot from an artifact in an OCI registry. It gets a new id."""
+    body: dict[str, Any] = {
+        "reference": reference,
+        "trust": trust or [],
+        **artifacts.build_login_fields(username, password_stdin),
+    }
+    if name:
+        body["name"] = name
+    artifacts.pull(get_settings(ctx, as_json), "snapshots", body)
 
 
 @app.command("signer")

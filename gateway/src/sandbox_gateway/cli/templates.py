@@ -10,7 +10,7 @@ from typing import Annotated, Any
 
 import typer
 
-from sandbox_gateway.cli import formats, options, queries, render
+from sandbox_gateway.cli import artifacts, formats, options, queries, render
 from sandbox_gateway.cli.context import Json, TemplateRef, get_settings
 from sandbox_gateway.cli.failure import ExitCode, Failure
 from sandbox_gateway.cli.snapshots import WhenUnused, delete_objects
@@ -143,6 +143,49 @@ def list_(ctx: typer.Context, as_json: Json = False) -> None:
 def show(ctx: typer.Context, template: TemplateRef, as_json: Json = False) -> None:
     """Show the details of a template."""
     queries.show_template(get_settings(ctx, as_json), template)
+
+
+@app.command("push")
+def push(
+    ctx: typer.Context,
+    template: TemplateRef,
+    reference: artifacts.Reference,
+    no_memory: Annotated[bool, typer.Option("--no-memory", help="Push the disk only.")] = False,
+    username: artifacts.Username = "",
+    password_stdin: artifacts.PasswordStdin = False,
+    as_json: Json = False,
+) -> None:
+    """Push a template to an OCI registry. The artifact contains all secrets of its guest."""
+    body: dict[str, Any] = {"reference": reference, **artifacts.build_login_fields(username, password_stdin)}
+    if no_memory:
+        body["memory"] = "none"
+    artifacts.push(get_settings(ctx, as_json), "templates", template, body)
+
+
+@app.command("pull")
+def pull(
+    ctx: typer.Context,
+    reference: artifacts.Reference,
+    name: Annotated[
+        str, typer.Option("--name", help="A name that replaces those in the artifact.", show_default=False)
+    ] = "",
+    trust: Annotated[
+        list[str] | None,
+        typer.Option("--trust", metavar="FINGERPRINT", help="Accept an artifact that another gateway has signed."),
+    ] = None,
+    username: artifacts.Username = "",
+    password_stdin: artifacts.PasswordStdin = False,
+    as_json: Json = False,
+) -> None:
+    """Create a template from an artifact in an OCI registry. Another template that has the name loses it."""
+    body: dict[str, Any] = {
+        "reference": reference,
+        "trust": trust or [],
+        **artifacts.build_login_fields(username, password_stdin),
+    }
+    if name:
+        body["name"] = name
+    artifacts.pull(get_settings(ctx, as_json), "templates", body)
 
 
 @app.command("delete")

@@ -29,6 +29,7 @@ from sandbox_gateway.engine.sandboxes import Sandboxes
 from sandbox_gateway.engine.snapshots import Snapshots
 from sandbox_gateway.engine.template_builder import TemplateBuilder
 from sandbox_gateway.engine.templates import Templates
+from sandbox_gateway.engine.transfer.artifacts import Artifacts
 from sandbox_gateway.engine.transfer.transfers import Transfers
 from sandbox_gateway.engine.volumes import Volumes
 from sandbox_gateway.hosts.base import Host
@@ -44,8 +45,9 @@ class Engine:
     """All operations, in groups. Each group uses only the groups that are passed to its constructor.
 
     The API layer uses the groups ``sandboxes``, ``forks``, ``snapshots``, ``templates``, ``build_files``,
-    ``transfers``, ``volumes``, ``attachments`` and ``commands``. It also uses ``host``, ``config``, ``secret``,
-    ``index``, ``events``, ``durations``, ``references``, ``agents``, ``room``, ``prewarm``, ``machines`` and ``loads``.
+    ``transfers``, ``artifacts``, ``volumes``, ``attachments`` and ``commands``. It also uses ``host``, ``config``,
+    ``secret``, ``index``, ``events``, ``durations``, ``references``, ``agents``, ``room``, ``prewarm``, ``machines``
+    and ``loads``.
 
     Operations take ids or names, and raise GatewayError. Their steps are ordered so that an interruption at any point
     loses nothing.
@@ -91,7 +93,8 @@ class Engine:
         self.sandboxes = sandboxes = Sandboxes(
             context, locking, agents, collector, mount_planner, machines, captures, replacement
         )
-        self.templates = Templates(context, snapshots, builder, prewarm, build_files)
+        self.templates = templates = Templates(context, snapshots, builder, prewarm, build_files)
+        self.artifacts = Artifacts(context, collector, room, transfers, templates)
 
         # Work that no request triggers.
         self.loads = Loads(context)
@@ -105,6 +108,7 @@ class Engine:
         self.secret.load(self.config.host.state_root / "secret")
         self.transfers.open()
         self.build_files.open()
+        self.artifacts.open()
         scan = await self.host.scan()
         self._recovery.load(scan)
         self.machines.watch()

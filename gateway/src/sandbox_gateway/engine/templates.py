@@ -101,7 +101,7 @@ class Templates:
             if prewarm is not None:
                 await self._prewarm.set_target(existing_template.id, prewarm)
             return _create_finished_build(existing_template, digest)
-        self._require_available_name(name)
+        self.require_available_name(name)
         self._build_files.require_archives(recipe.setup)
         build = Build(
             template_id=new_id(),
@@ -120,7 +120,7 @@ class Templates:
         """Return a build that waits for ``start``. Only the newest 100 of them are kept."""
         names = list(dict.fromkeys(map(require_valid_template_name, names)))
         for name in names:
-            self._require_available_name(name)
+            self.require_available_name(name)
         build = Build(template_id=new_id(), names=names, digest="", status="waiting")
         self._announced_builds[build.build_id] = build, sizes
         while len(self._announced_builds) > _MAX_BUILDS:
@@ -224,7 +224,7 @@ class Templates:
             template = self.get(template_ref)
             new_names = [name for name in names if name not in template.all_names]
             for name in new_names:
-                self._require_available_name(name)
+                self.require_available_name(name)
             if not new_names:
                 return template
             return await finish_despite_cancellation(self._move_names(template, new_names))
@@ -239,7 +239,7 @@ class Templates:
             except BaseException:
                 await clean_up(log, *(self._set_names(each, each.all_names) for each in previous_owners))
                 raise
-        await clean_up(log, *(self._remove(each.id) for each in previous_owners if {*each.all_names} <= {*names}))
+        await clean_up(log, *(self.remove(each.id) for each in previous_owners if {*each.all_names} <= {*names}))
         return renamed_template
 
     def list_tagged_names(self, ref: str) -> Sequence[tuple[str, Snapshot]]:
@@ -284,7 +284,7 @@ class Templates:
             if remaining_names := [name for name in template.all_names if name not in names]:
                 await self._set_names(template, remaining_names)
             else:
-                await self._remove(template.id)
+                await self.remove(template.id)
 
     def _find_base_name(self, ref: str) -> str:
         """Return the name in NAME:TAG. If ``ref`` is an id, return the template's name. Raises NotFound, Invalid."""
@@ -324,7 +324,7 @@ class Templates:
                 return built_digest
         return _UNKNOWN_DIGEST
 
-    def _require_available_name(self, name: str) -> None:
+    def require_available_name(self, name: str) -> None:
         """Raise NameTaken if the name belongs to an object other than a template. Only templates can lose a name."""
         owner_id = self._index.find_owner(name)
         if owner_id and not (
@@ -334,7 +334,7 @@ class Templates:
                 f"the name {name!r} is already in use by {owner_id}: choose a different name", blockers=[owner_id]
             )
 
-    async def _remove(self, id: str) -> None:
+    async def remove(self, id: str) -> None:
         """Remove a template, or hide it until its last user is removed. Does nothing if the template does not exist."""
         with contextlib.suppress(NotFound):
             await self._snapshots.delete(id, when_unused=True)
@@ -381,7 +381,7 @@ class Templates:
                 await self._prewarm.set_target(template.id, build.prewarm)
             await self.add_names(template.id, build.names)
         except BaseException:
-            await clean_up(log, self._remove(build.template_id))
+            await clean_up(log, self.remove(build.template_id))
             raise
 
     async def _run(self, build: Build, recipe: Recipe, login: RegistryLogin | None = None) -> None:

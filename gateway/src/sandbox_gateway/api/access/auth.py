@@ -30,12 +30,13 @@ _VOLUME_FILES_PREFIX = "/volumecontent/"
 """The prefix of the paths that E2B's clients use to access the files of volumes."""
 _EXEC_PATH_PATTERN = re.compile(r"/sandboxes/[^/]+/exec|/v1/sandboxes/[^/]+/(exec|eval|ping)")
 _ADMIN_PATH_PATTERN = re.compile(
-    r"(/volumes/[^/]+)?/snapshots/[^/]+/export|/templates/[^/]+/files/[^/]+|/interrupted-imports"
+    r"(/volumes/[^/]+)?/snapshots/[^/]+/export|/templates/[^/]+/files/[^/]+|/interrupted-imports|/artifacts"
 )
 """GET requests to these paths require the scope `admin`.
 
 Exports contain the disk and the memory of a machine, or a volume, with all secrets in them. The paths of template files
-return a URL for uploads. The list of interrupted imports contains tokens for exports.
+return a URL for uploads. The list of interrupted imports contains tokens for exports. `/artifacts` uses the gateway's
+credentials for registries.
 """
 _CONTROL_CHARACTER_PATTERN = re.compile(r"[\x00-\x1f\x7f]")
 _PLANS_PATH = "/plans"

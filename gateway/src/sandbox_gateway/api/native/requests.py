@@ -521,6 +521,45 @@ def _build_login(image: str, username: str | None, password: SecretStr | None) -
     return RegistryLogin(username, password.get_secret_value())
 
 
+_Reference = Annotated[
+    str, Field(min_length=1, max_length=MAX_IMAGE_LENGTH, description="REGISTRY/REPOSITORY:TAG of an allowed registry.")
+]
+
+
+class _ArtifactBody(NativeBody):
+    reference: _Reference
+    registry_username: _Username | None = Field(
+        None, description="For the registry. Not stored. Absent: the configured credentials."
+    )
+    registry_password: _Password | None = None
+
+    def build_login(self) -> RegistryLogin | None:
+        """Return the login to the registry, if the request contains one. Raises Invalid."""
+        if self.registry_username is None and self.registry_password is None:
+            return None
+        return _build_login(self.reference, self.registry_username, self.registry_password)
+
+
+class PushSnapshot(_ArtifactBody):
+    memory: Literal["auto", "none"] = Field("auto", description="none: push only the disk.")
+
+
+_Trust = Annotated[
+    list[Annotated[str, Field(max_length=64)]],
+    Field(max_length=16, description="Fingerprints of signers to accept in addition to this gateway's own."),
+]
+
+
+class PullSnapshot(_ArtifactBody):
+    name: Name | None = Field(None, description="Replaces the names in the artifact.")
+    trust: _Trust = Field(default_factory=list)
+
+
+class PullTemplate(_ArtifactBody):
+    name: TemplateName | None = Field(None, description="Replaces the names in the artifact.")
+    trust: _Trust = Field(default_factory=list)
+
+
 Tags = Annotated[list[Tag], Field(max_length=100)]
 
 

@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from sandbox_gateway.engine.loads import Sample
     from sandbox_gateway.engine.prewarm import Level
     from sandbox_gateway.engine.room import RoomReport
+    from sandbox_gateway.engine.transfer.artifacts import Artifact, ArtifactTransfer
     from sandbox_gateway.engine.transfer.interrupted import InterruptedImport
 from sandbox_gateway.hosts.base import MemoryDisk, SlowCommand, Usage, VolumeState
 
@@ -150,6 +151,52 @@ class InterruptedImportShape(Shape):
     expires_at: datetime = Field(description="When the gateway removes what it has received.")
 
 
+class ArtifactShape(Shape):
+    """A snapshot in an OCI registry, as its signed config describes it."""
+
+    reference: str
+    digest: str = Field(description="The digest of its OCI manifest.")
+    snapshot_id: str = Field(description="The snapshot's id in the gateway that pushed it.")
+    kind: Literal["snapshot", "template"]
+    names: list[str]
+    description: str
+    memory: bool = Field(description="Whether it contains memory.")
+    signer: str = Field(description="The fingerprint of the key that signed it.")
+    trusted: bool = Field(description="Whether this gateway has signed it.")
+    release: str = Field(description="The release of the gateway that pushed it.")
+    backend: str = Field(description="The kind of host that it is for.")
+    size_bytes: int = Field(description="The compressed size of all its blobs.")
+    data_bytes: int = Field(description="The space that the snapshot needs on the disk.")
+    chunks: int
+    cpu_count: int
+    memory_mb: int
+    disk_size_mb: int
+
+
+class TransferErrorShape(Shape):
+    kind: str
+    status: int = Field(description="The HTTP status of a response with this error.")
+    message: str
+    blockers: list[str]
+
+
+class TransferShape(Shape):
+    """A push or a pull."""
+
+    transfer_id: str
+    action: Literal["push", "pull"]
+    reference: str
+    status: Literal["running", "ready", "error"]
+    snapshot_id: str = Field(description="The snapshot that is pushed, or that a finished pull has created.")
+    digest: str = Field(description="The digest of the artifact's manifest; empty as long as it is unknown.")
+    chunks: int = Field(description="Number of chunks to process; 0 as long as it is unknown.")
+    chunks_done: int
+    chunks_reused: int = Field(description="Chunks that were not transferred, because the other side has them.")
+    transferred_bytes: int = Field(description="Compressed bytes that were sent or received.")
+    started_at: datetime
+    error: TransferErrorShape | None = Field(description="Why it failed; null if there is no error.")
+
+
 class SignerShape(Shape):
     fingerprint: str = Field(description="The SHA-256 of the public key, which importers compare.")
 
@@ -189,7 +236,9 @@ class SnapshotShape(Shape):
     users: list[SnapshotUserShape] | None = Field(
         None, description="Sandboxes and volumes that prevent its deletion; only in the response for a single snapshot."
     )
-    imported: ImportedShape | None = Field(None, description="Only for a snapshot that was imported from a file.")
+    imported: ImportedShape | None = Field(
+        None, description="Only for a snapshot that was imported from a file, or pulled."
+    )
     zfs_snapshot: str | None = Field(None, description="The snapshot's name in ZFS, on hosts with ZFS.")
 
 
@@ -561,6 +610,51 @@ def describe_interrupted_import(interrupted_import: InterruptedImport) -> Interr
         signer=interrupted_import.signer,
         resume_token=interrupted_import.resume_token,
         expires_at=interrupted_import.expires_at,
+    )
+
+
+def describe_artifact(artifact: Artifact, own_fingerprint: str) -> ArtifactShape:
+    """Return the shape of an artifact. ``own_fingerprint``: that of this gateway's key."""
+    manifest = artifact.contents.manifest
+    return ArtifactShape(
+        reference=str(artifact.reference),
+        digest=artifact.digest,
+        snapshot_id=manifest.snapshot_id,
+        kind=manifest.kind,
+        names=manifest.names,
+        description=manifest.description,
+        memory=manifest.has_memory,
+        signer=artifact.signer,
+        trusted=artifact.signer == own_fingerprint,
+        release=manifest.release,
+        backend=manifest.host_kind,
+        size_bytes=artifact.size,
+        data_bytes=manifest.sum_data_bytes(memory=True),
+        chunks=sum(len(each.chunks) for each in artifact.contents.parts),
+        cpu_count=manifest.sizes.cpus,
+        memory_mb=manifest.sizes.memory_mb,
+        disk_size_mb=manifest.sizes.disk_mb,
+    )
+
+
+def _describe_transfer_error(error: GatewayError) -> TransferErrorShape:
+    return TransferErrorShape(kind=error.kind, status=error.status, message=error.message, blockers=error.blockers)
+
+
+def describe_transfer(transfer: ArtifactTransfer) -> TransferShape:
+    return TransferShape(
+        transfer_id=transfer.id,
+        action=transfer.action,
+        reference=transfer.reference,
+        status=transfer.status,
+        snapshot_id=transfer.snapshot_id,
+        digest=transfer.digest,
+        chunks=transfer.chunks,
+        chunks_done=transfer.chunks_done,
+        chunks_reused=transfer.chunks_reused,
+        transferred_bytes=transfer.transferred_bytes,
+        started_at=transfer.started_at,
+        error=_describe_transfer_error(transfer.error) if transfer.error else None,
     )
 
 

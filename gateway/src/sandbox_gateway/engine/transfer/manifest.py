@@ -162,6 +162,10 @@ class Manifest(_AnyManifest):
     def sum_data_bytes(self, *, memory: bool) -> int:
         return sum(part.data_bytes for part in self.parts if memory or part.name not in MEMORY_PARTS)
 
+    def get_part_sizes(self, *, memory: bool) -> dict[SnapshotPart, int]:
+        """Return the size of each part. ``memory``: include the parts of the memory."""
+        return {part.name: part.size for part in self.parts if memory or part.name not in MEMORY_PARTS}
+
 
 _PARSER: TypeAdapter[Manifest | VolumeManifest] = TypeAdapter(
     Annotated[Manifest | VolumeManifest, Field(discriminator="kind")]

@@ -41,6 +41,7 @@ from sandbox_gateway.tasks import finish_despite_cancellation
 
 if TYPE_CHECKING:
     # Only hosts that can transfer snapshots need the libraries of these modules.
+    from sandbox_gateway.engine.transfer.artifact import Place
     from sandbox_gateway.engine.transfer.container import Decoder
     from sandbox_gateway.engine.transfer.manifest import Manifest, Part, VolumeManifest
     from sandbox_gateway.engine.transfer.signing import Signer
@@ -68,7 +69,7 @@ class Transfers:
 
     def get_signer(self) -> Signer:
         """Return the key with which this gateway signs files. Raises Unsupported."""
-        self._require_ability()
+        self.require_ability()
         from sandbox_gateway.engine.transfer.signing import Signer
 
         return Signer(self._load_seed())
@@ -89,24 +90,28 @@ class Transfers:
         ``Export.read_pieces``, and must call ``Export.close``.
         """
         snapshot = self._index.get_snapshot(ref)
-        self._require_ability()
+        self.require_ability()
         memory = memory and snapshot.memory is not MemoryMode.NONE
-        if snapshot.volumes:
-            raise Unsupported(
-                f"snapshot {snapshot.id} includes volumes, which its file cannot contain: take a snapshot of the "
-                "sandbox without volumes, and export that. To export a volume, take a snapshot of the volume"
-            )
+        self.require_exportable(snapshot)
         return await self._open_export(
             snapshot,
             lambda: self._host.open_snapshot(snapshot, memory=memory, resume_token=resume_token),
             partial(_create_manifest, snapshot, continues=bool(resume_token)),
         )
 
+    def require_exportable(self, snapshot: Snapshot) -> None:
+        """Raise Unsupported if a file or an artifact cannot contain all of the snapshot."""
+        if snapshot.volumes:
+            raise Unsupported(
+                f"snapshot {snapshot.id} includes volumes, which its file cannot contain: take a snapshot of the "
+                "sandbox without volumes, and export that. To export a volume, take a snapshot of the volume"
+            )
+
     async def export_volume(self, ref: str, snapshot_ref: str) -> Export:
         """Open a snapshot of a volume for an export. See ``export``."""
         volume = self._index.get_volume(ref)
         snapshot = self._index.get_volume_snapshot(snapshot_ref, volume)
-        self._require_ability()
+        self.require_ability()
         create_manifest = partial(_create_volume_manifest, volume, snapshot)
         return await self._open_export(snapshot, lambda: self._host.open_volume_snapshot(snapshot), create_manifest)
 
@@ -152,18 +157,13 @@ class Transfers:
                     "`sandboxctl volume import`"
                 )
             self._host.check_encoding(manifest.encoding)
-            snapshot = self._create_record(manifest, file.signer)
+            snapshot = self.create_record(manifest, file.signer)
             snapshot.names = new_names or [*manifest.names]
             has_memory = snapshot.memory is not MemoryMode.NONE
             set_memory_mode(snapshot.memory)
             disk_bytes = manifest.sum_data_bytes(memory=False)
             memory_bytes = manifest.sum_data_bytes(memory=has_memory) - disk_bytes
-            sizes = {part.name: part.size for part in manifest.parts if has_memory or part.name not in MEMORY_PARTS}
-
-            async def commit(target: ImportTarget) -> None:
-                await target.commit()
-                self._index.put(snapshot)
-                self._context.events.publish("snapshot.imported", snapshotID=snapshot.id)
+            sizes = manifest.get_part_sizes(memory=has_memory)
 
             async with self._room.reserved_for_import(disk_bytes, memory_bytes) as pending_import:
                 with self._index.reserved(snapshot.names):
@@ -173,7 +173,7 @@ class Transfers:
                     try:
                         if not head_only:
                             await _write_chunks(file, target, sizes, pending_import)
-                        await finish_despite_cancellation(commit(target))
+                        await self.commit_import(snapshot, target)
                     except BaseException as error:
                         if snapshot.id not in self._index.snapshots:
                             # A rest that does not fit, or is damaged, is no reason to lose what has arrived before.
@@ -186,6 +186,16 @@ class Transfers:
         if not head_only:
             log.info("imported", snapshot=snapshot.id, signer=file.signer, release=manifest.release)
         return snapshot
+
+    async def commit_import(self, snapshot: Snapshot, target: ImportTarget) -> None:
+        """Commit a snapshot whose parts were written to ``target`` and whose names are reserved."""
+
+        async def commit() -> None:
+            await target.commit()
+            self._index.put(snapshot)
+            self._context.events.publish("snapshot.imported", snapshotID=snapshot.id)
+
+        await finish_despite_cancellation(commit())
 
     @measured("volume.import")
     async def import_volume(
@@ -240,7 +250,7 @@ class Transfers:
     @contextlib.asynccontextmanager
     async def _opened(self, pieces: AsyncIterator[bytes], trust: Collection[str]) -> AsyncIterator[_OpenFile]:
         """Take a slot, read the manifest of a file, and check its signer. Raises GatewayError."""
-        self._require_ability()
+        self.require_ability()
         from sandbox_gateway.engine.transfer.container import Decoder
         from sandbox_gateway.engine.transfer.signing import check_fingerprint
 
@@ -249,13 +259,13 @@ class Transfers:
             decoder = Decoder()
             batches = join_into_batches(pieces)
             manifest = await _read_manifest(decoder, batches)
-            yield _OpenFile(decoder, batches, manifest, self._require_trusted(decoder, trusted_fingerprints))
+            yield _OpenFile(decoder, batches, manifest, self.require_trusted(decoder.public_key, trusted_fingerprints))
 
-    def _require_trusted(self, decoder: Decoder, trusted_fingerprints: Collection[str]) -> str:
+    def require_trusted(self, public_key: bytes, trusted_fingerprints: Collection[str]) -> str:
         """Return the fingerprint of the signer. Raises Untrusted if it is unknown."""
         from sandbox_gateway.engine.transfer.signing import compute_fingerprint
 
-        fingerprint = compute_fingerprint(decoder.public_key)
+        fingerprint = compute_fingerprint(public_key)
         if fingerprint not in {self.get_signer().fingerprint, *trusted_fingerprints}:
             raise Untrusted(
                 f"the snapshot file is signed with the key {fingerprint}, which is not this gateway's. Compare the "
@@ -264,7 +274,7 @@ class Transfers:
             )
         return fingerprint
 
-    def _create_record(self, manifest: Manifest, signer: str) -> Snapshot:
+    def create_record(self, manifest: Manifest, signer: str) -> Snapshot:
         """Create the record of a snapshot that is being imported, from fields that the manifest has validated."""
         platform = manifest.platform.model_dump() if manifest.platform else {}
         problem = self._host.find_import_problem(manifest.host_kind, manifest.architecture, platform)
@@ -284,22 +294,26 @@ class Transfers:
             snapshot.template_id = snapshot.origin = snapshot.id
         return snapshot
 
-    def _require_ability(self) -> None:
+    def require_ability(self) -> None:
         if not self._host.abilities.transfer:
             raise Unsupported(
                 "this gateway can neither export nor import snapshots, because the Python packages cryptography and "
                 "zstandard are not installed in its virtual environment: install them there, and restart the gateway"
             )
 
-    @contextlib.contextmanager
-    def slot_held(self) -> Iterator[None]:
-        """Hold one of the transfer slots. Raises Busy."""
+    def require_free_slot(self) -> None:
+        """Raise Busy if all slots for transfers are in use."""
         limit = self._context.config.limits.transfers
         if self._active_count >= limit:
             raise Busy(
                 f"{limit} snapshots or archives are being exported, imported or uploaded, which is the maximum "
                 "(limits.transfers): try again when one of them is finished"
             )
+
+    @contextlib.contextmanager
+    def slot_held(self) -> Iterator[None]:
+        """Hold one of the transfer slots. Raises Busy."""
+        self.require_free_slot()
         self._active_count += 1
         try:
             yield
@@ -369,6 +383,20 @@ class Export:
             if contents := await self._take_first_chunk():
                 yield await asyncio.to_thread(encoder.encode_chunk, contents)
         yield encoder.encode_end()
+
+    def list_places(self) -> tuple[Manifest, list[Place]]:
+        """Return the manifest of a sandbox's snapshot, and the places of the chunks of its artifact."""
+        from sandbox_gateway.engine.transfer.artifact import list_places
+        from sandbox_gateway.engine.transfer.manifest import Manifest
+
+        assert isinstance(self.manifest, Manifest)
+        return self.manifest, list_places(
+            self.manifest, {part: _iterate_pairs(extents) for part, extents in self._extents.items()}
+        )
+
+    def read(self, place: Place) -> bytes:
+        """Return the data of a chunk of an artifact. Blocks. ``close`` must not be called before it returns."""
+        return self._source.read(place.part, place.offset, place.length)
 
     async def _take_first_chunk(self) -> bytes:
         """Wait for the first pending chunk, even if the caller is cancelled, and return its contents."""
