@@ -164,7 +164,7 @@ def estimate_costs(
         for change in action.changes:
             if change.kind == SANDBOX:
                 memory_mb += _get_running_memory(change.after) - _get_running_memory(change.before)
-            elif action.verb == "import":
+            elif action.verb in ("import", "pull"):
                 disk_bytes += action.request["data_bytes"]
             elif change.kind == SNAPSHOT and change.before is None:
                 capture_count += 1

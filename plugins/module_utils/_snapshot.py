@@ -2,7 +2,7 @@
 # GNU General Public License v3.0+ (see COPYING or https://www.gnu.org/licenses/gpl-3.0.txt)
 # SPDX-License-Identifier: GPL-3.0-or-later
 
-"""Implement ``sandbox_snapshot``: capture sandboxes, export, import and remove snapshots."""
+"""Implement ``sandbox_snapshot``: capture sandboxes, transfer and remove snapshots."""
 
 from __future__ import annotations
 
@@ -13,6 +13,13 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from ansible_collections.grove.sandbox.plugins.module_utils import _refusals
+from ansible_collections.grove.sandbox.plugins.module_utils._artifacts import (
+    Artifact,
+    find_artifact,
+    pull,
+    push,
+    replace_tag,
+)
 from ansible_collections.grove.sandbox.plugins.module_utils._client import quote_segment
 from ansible_collections.grove.sandbox.plugins.module_utils._failure import Failure, removal_explained
 from ansible_collections.grove.sandbox.plugins.module_utils._mounts import list_volume_paths
@@ -72,17 +79,25 @@ ARGUMENTS: dict[str, Any] = {
     "prewarm": {"type": "int"},
     "export_to": {"type": "path"},
     "import_from": {"type": "path"},
+    "push_to": {"type": "str"},
+    "pull_from": {"type": "str"},
     "trust": {"type": "list", "elements": "str"},
     "when_changed": {"type": "bool", "default": False},
     "when_unused": {"type": "bool", "default": False},
     "continue_on_error": {"type": "bool", "default": False},
 }
+_TRANSFER_OPTIONS = ("export_to", "import_from", "push_to", "pull_from")
 RULES: dict[str, Any] = {
-    "required_if": [("state", "present", ("sandbox", "export_to", "import_from"), True)],
-    "required_by": {"trust": ("import_from",)},
+    "required_if": [("state", "present", ("sandbox", "export_to", "import_from", "push_to", "pull_from"), True)],
     "mutually_exclusive": [
-        ("import_from", option)
-        for option in ("sandbox", "export_to", "description", "volumes", "expires_in", "retention", "prewarm")
+        ("import_from", "pull_from"),
+        *(
+            (source, option)
+            for source in ("import_from", "pull_from")
+            for option in (
+                *("sandbox", "export_to", "push_to", "description", "volumes", "expires_in", "retention", "prewarm"),
+            )
+        ),
     ],
 }
 
@@ -104,6 +119,8 @@ class DesiredState:
     when_unused: bool = False
     export_to: str = ""
     import_from: str = ""
+    push_to: str = ""
+    pull_from: str = ""
     trust: tuple[str, ...] = ()
 
 
@@ -112,7 +129,7 @@ class CurrentState:
     """The state of the gateway that a plan needs.
 
     ``resources`` maps the requested names to snapshots. ``sandboxes`` is keyed by ref, ``heads`` and ``users`` by
-    snapshot id. ``file``: the file of an export or import, if it exists.
+    snapshot id. ``file``: the file of an export or import, if it exists. ``artifact``: likewise for a push or pull.
     """
 
     resources: Mapping[str, Mapping[str, Any]]
@@ -121,8 +138,9 @@ class CurrentState:
     taken_names: Mapping[str, str] = field(default_factory=dict)
     users: Mapping[str, Users] = field(default_factory=dict)
     file: SnapshotFile | None = None
-    file_failure: Failure | None = None
-    """Why the file cannot be used, or why the gateway cannot export or import snapshots."""
+    artifact: Artifact | None = None
+    transfer_failure: Failure | None = None
+    """Why the file or the registry cannot be used, or why the gateway cannot transfer snapshots."""
     is_session: bool = False
     """Whether this is the state of a plan session."""
 
@@ -130,9 +148,9 @@ class CurrentState:
 def parse_desired_state(params: Mapping[str, Any]) -> DesiredState:
     names = validate_names(params["name"], "snapshot")
     sandbox_refs = params.get("sandbox") or []
-    file = params.get("export_to") or params.get("import_from") or ""
-    _check_file_options(params, names, file)
-    needs_sandbox = params["state"] == "present" and not file
+    has_transfer = any(params.get(option) for option in _TRANSFER_OPTIONS)
+    _check_transfer_options(params, names, has_transfer=has_transfer)
+    needs_sandbox = params["state"] == "present" and not has_transfer
     if (needs_sandbox or sandbox_refs) and len(sandbox_refs) not in (1, len(names)):
         raise Failure(
             f"there are {len(names)} names, but {len(sandbox_refs)} sandboxes: list one sandbox, or one for each name"
@@ -159,21 +177,28 @@ def parse_desired_state(params: Mapping[str, Any]) -> DesiredState:
         when_unused=bool(params.get("when_unused")),
         export_to=params.get("export_to") or "",
         import_from=params.get("import_from") or "",
+        push_to=params.get("push_to") or "",
+        pull_from=params.get("pull_from") or "",
         trust=tuple(params.get("trust") or ()),
     )
 
 
-def _check_file_options(params: Mapping[str, Any], names: tuple[str, ...], file: str) -> None:
-    if not file:
+def _check_transfer_options(params: Mapping[str, Any], names: tuple[str, ...], *, has_transfer: bool) -> None:
+    source = "pull_from" if params.get("pull_from") else "import_from"
+    if params.get("trust") and not params.get(source):
+        raise Failure("trust is valid only with import_from or pull_from: remove it")
+    if not has_transfer:
         return
+    options = " and ".join(option for option in _TRANSFER_OPTIONS if params.get(option))
     if params["state"] == "absent":
-        raise Failure("export_to and import_from are valid only with state: present: remove them")
+        raise Failure(f"{options} cannot be combined with state: absent: remove one of them")
     if len(names) != 1:
-        raise Failure(f"a file contains one snapshot, but there are {len(names)} names: use one task for each")
+        container = "an artifact" if params.get("push_to") or params.get("pull_from") else "a file"
+        raise Failure(f"{container} contains one snapshot, but there are {len(names)} names: use one task for each")
     if params.get("when_changed"):
-        raise Failure("when_changed cannot be combined with export_to or import_from: use a task for each")
-    if params.get("import_from") and params.get("memory") == "none":
-        raise Failure("memory: none is not valid with import_from: export the file without memory instead")
+        raise Failure(f"when_changed cannot be combined with {options}: use a task for each")
+    if params.get(source) and params.get("memory") == "none":
+        raise Failure(f"memory: none is not valid with {source}: export or push the snapshot without memory instead")
 
 
 def _build_retention_fields(option: Mapping[str, Any] | None) -> dict[str, int] | None:
@@ -197,9 +222,15 @@ def observe(client: Client, want: DesiredState) -> CurrentState:
     if want.state == "absent":
         return CurrentState(resources, users={} if want.when_unused else find_users(client, resources.values()))
     missing_names = [name for name in want.names if name not in resources]
-    file, file_failure = None, None
+    file, artifact, transfer_failure = None, None, None
     if path := want.export_to or want.import_from:
-        file, file_failure = observe_file(client, path, has_volume=False)
+        file, transfer_failure = observe_file(client, path, has_volume=False)
+    reference = want.push_to or want.pull_from
+    if reference and transfer_failure is None:
+        try:
+            artifact = find_artifact(client, reference)
+        except Failure as failure:
+            transfer_failure = failure
     taken_names = find_taken_names(client, missing_names, excluded_kind="snapshot")
     refs = dict.fromkeys(want.sandboxes.values())
     refs_to_capture = {want.sandboxes[name] for name in missing_names if name in want.sandboxes}
@@ -222,7 +253,8 @@ def observe(client: Client, want: DesiredState) -> CurrentState:
         heads,
         taken_names,
         file=file,
-        file_failure=file_failure,
+        artifact=artifact,
+        transfer_failure=transfer_failure,
         is_session=client.is_planning,
     )
 
@@ -284,11 +316,18 @@ def _plan_snapshot(want: DesiredState, have: CurrentState, name: str) -> list[Ac
     if current_shape is not None:
         _check_differences(want, have, name, current_shape)
         prewarm_actions = plan_prewarm(name, current_shape, make_view(current_shape), want.prewarm, SNAPSHOT)
-        return [*prewarm_actions, *_plan_export(want, have, name, make_view(current_shape), current_shape)]
+        current_view = make_view(current_shape)
+        return [
+            *prewarm_actions,
+            *_plan_export(want, have, name, current_view, current_shape),
+            *_plan_push(want, have, name, current_view, current_shape),
+        ]
     if name in have.taken_names:
         raise _refusals.create_name_taken_error(name, have.taken_names[name])
     if want.import_from:
         return [_plan_import(want, have, name)]
+    if want.pull_from:
+        return [_plan_pull(want, have, name)]
     if not want.sandboxes:
         raise Failure(
             f"snapshot {name!r} not found: set 'sandbox' to the sandbox to capture, or name an existing snapshot",
@@ -305,7 +344,17 @@ def _plan_snapshot(want: DesiredState, have: CurrentState, name: str) -> list[Ac
     with failures_conditional(condition, is_expected=is_expected):
         check_running_for_capture(want.sandboxes[name], sandbox)
         capture = _plan_capture(want, name, sandbox, condition, is_expected=is_expected)
-        return [capture, *_plan_export(want, have, name, capture.changes[0].after or {})]
+        new_view = capture.changes[0].after or {}
+        return [capture, *_plan_export(want, have, name, new_view), *_plan_push(want, have, name, new_view)]
+
+
+def _require_transferable(have: CurrentState) -> None:
+    """Raise the Failure because of which the task cannot use the file or artifact, if there is one.
+
+    Call this after all checks that do not depend on the file, which an earlier task of the run may write.
+    """
+    if have.transfer_failure is not None:
+        raise have.transfer_failure
 
 
 def _plan_export(
@@ -324,14 +373,74 @@ def _plan_export(
             "export that one",
             "unsupported",
         )
-    if have.file_failure is not None:
-        raise have.file_failure
+    _require_transferable(have)
     if current_shape is not None and have.file is not None and _is_exported(current_shape, have.file):
         return _plan_private_file(want, have.file, name, current_view)
     after = {**current_view, "exported_to": want.export_to}
     overwritten_id = have.file.snapshot_id if have.file is not None else ""
     request = {"name": name, "file": want.export_to, "overwrites": overwritten_id}
     return [Action("export", (Change(name, current_view, after, SNAPSHOT),), request)]
+
+
+def _plan_push(
+    want: DesiredState,
+    have: CurrentState,
+    name: str,
+    current_view: Mapping[str, Any],
+    current_shape: Mapping[str, Any] | None = None,
+) -> list[Action]:
+    """Plan to push a snapshot, unless the tag already names it. ``current_shape`` is None for a new snapshot."""
+    if not want.push_to:
+        return []
+    if current_view["volumes"]:
+        raise Failure(
+            f"snapshot {name!r} includes volumes, which an artifact cannot contain: take a snapshot without volumes, "
+            "and push that",
+            "unsupported",
+        )
+    _require_transferable(have)
+    artifact = have.artifact
+    if artifact is not None and current_shape is not None and _is_pushed(current_shape, artifact):
+        return []
+    after = {**current_view, "pushed_to": want.push_to}
+    replaced_digest = artifact.digest if artifact is not None else ""
+    request = {"name": name, "reference": want.push_to, "replaces": replaced_digest}
+    return [Action("push", (Change(name, current_view, after, SNAPSHOT),), request)]
+
+
+def _is_pushed(snapshot: Mapping[str, Any], artifact: Artifact) -> bool:
+    """Return whether the artifact contains what a push would write. `sandboxctl` can push without the memory."""
+    has_memory = snapshot["memory"] != "none"
+    return artifact.is_own and artifact.snapshot_id == snapshot["id"] and artifact.has_memory == has_memory
+
+
+def _plan_pull(want: DesiredState, have: CurrentState, name: str) -> Action:
+    _require_transferable(have)
+    artifact = have.artifact
+    if artifact is None:
+        # Plan sessions push nothing.
+        with failures_conditional(f"only if no earlier task of the run pushes {want.pull_from}"):
+            raise Failure(f"the artifact {want.pull_from} does not exist: correct pull_from, or push it", "not_found")
+    if artifact.kind != "snapshot":
+        raise Failure(f"{want.pull_from} contains a template: use sandbox_template with from: artifact", "invalid")
+    after = {
+        "name": name,
+        "description": artifact.description,
+        "source_sandbox_id": "",
+        "status": "ready",
+        "mounts": [],
+        "volumes": [],
+        "imported_from": artifact.snapshot_id,
+        **artifact.sizes,
+    }
+    request = {
+        "reference": want.pull_from,
+        "digest": artifact.digest,
+        "name": name,
+        "trust": list(want.trust),
+        "data_bytes": artifact.data_bytes,
+    }
+    return Action("pull", (Change(name, None, after, SNAPSHOT),), request)
 
 
 def _plan_private_file(
@@ -352,8 +461,7 @@ def _is_exported(snapshot: Mapping[str, Any], file: SnapshotFile) -> bool:
 
 
 def _plan_import(want: DesiredState, have: CurrentState, name: str) -> Action:
-    if have.file_failure is not None:
-        raise have.file_failure
+    _require_transferable(have)
     file = require_complete_file(have.file, want.import_from)
     if file.manifest.get("kind") != "snapshot":
         raise Failure(
@@ -451,7 +559,7 @@ def find_unchanged_snapshot(
 
 def _check_differences(want: DesiredState, have: CurrentState, name: str, current_shape: Mapping[str, Any]) -> None:
     """Raise Failure if the existing snapshot differs from the request, because snapshots cannot change."""
-    if want.import_from:
+    if want.import_from or want.pull_from:
         _check_import_origin(want, have, name, current_shape)
         return
     sandbox = have.sandboxes.get(want.sandboxes.get(name, ""))
@@ -478,9 +586,10 @@ def _check_differences(want: DesiredState, have: CurrentState, name: str, curren
 
 
 def _check_import_origin(want: DesiredState, have: CurrentState, name: str, current_shape: Mapping[str, Any]) -> None:
-    """Raise Failure unless the existing snapshot was imported from the file."""
+    """Raise Failure unless the existing snapshot comes from the file or artifact."""
+    source = have.artifact if want.pull_from else have.file
     if conflict := find_origin_conflict(
-        have.file, want.import_from, current_shape["imported_from"], other_origin="was captured"
+        source, want.pull_from or want.import_from, current_shape["imported_from"], other_origin="was captured"
     ):
         raise Failure(
             f"snapshot {name!r} already exists and {conflict}: choose another name, or remove the snapshot first with "
@@ -488,8 +597,7 @@ def _check_import_origin(want: DesiredState, have: CurrentState, name: str, curr
             "conflict",
             blockers=[current_shape["id"]],
         )
-    if have.file_failure is not None:
-        raise have.file_failure
+    _require_transferable(have)
 
 
 def _plan_removal(want: DesiredState, have: CurrentState, name: str, current_shape: Mapping[str, Any]) -> Action:
@@ -518,6 +626,12 @@ def apply(action: Action, client: Client) -> dict[str, Failure]:
         protect_file(client, request["file"])
     elif action.verb == "import":
         import_from_file(client, "/snapshots", request["file"], name=request["name"], trust=request["trust"])
+    elif action.verb == "push":
+        push(client, f"/snapshots/{quote_segment(request['name'])}", request["reference"])
+    elif action.verb == "pull":
+        # If the tag is moved meanwhile, pull what was planned.
+        reference = replace_tag(request["reference"], request["digest"])
+        pull(client, "/snapshots", reference, request["name"], request["trust"])
     elif action.verb == "prewarm":
         client.post(request["path"], {"count": request["count"]})
     elif action.verb == "remove":

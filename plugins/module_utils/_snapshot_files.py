@@ -24,6 +24,7 @@ from ansible_collections.grove.sandbox.plugins.module_utils._failure import Fail
 from ansible_collections.grove.sandbox.plugins.module_utils._plan import Action, Planner, failures_conditional
 
 if TYPE_CHECKING:
+    from ansible_collections.grove.sandbox.plugins.module_utils._artifacts import Artifact
     from ansible_collections.grove.sandbox.plugins.module_utils._client import Client
 
 _MAGIC = b"\x89GROVE-SNAPSHOT\r\n\x1a\n"
@@ -106,17 +107,19 @@ def require_complete_file(file: SnapshotFile | None, path: str) -> SnapshotFile:
     return file
 
 
-def find_origin_conflict(file: SnapshotFile | None, path: str, imported_from: str, other_origin: str) -> str:
-    """Return how an existing object was created instead of by importing the file, or "" if it was imported from it.
+def find_origin_conflict(
+    source: SnapshotFile | Artifact | None, location: str, imported_from: str, other_origin: str
+) -> str:
+    """Return how an existing object was created instead of from the source, or "" if it was created from it.
 
-    The object can outlive the file. ``imported_from``: the snapshot in the file from which it was imported, or "".
-    ``other_origin``: how it was created if it was not imported.
+    The object can outlive its source. ``location``: the path or the reference of the source. ``imported_from``: the
+    snapshot from which the object was imported, or "". ``other_origin``: how it was created if it was not imported.
     """
     if not imported_from:
-        return f"{other_origin}, not imported from {path}"
-    if file is None or imported_from == file.snapshot_id:
+        return f"{other_origin}, not imported from {location}"
+    if source is None or imported_from == source.snapshot_id:
         return ""
-    return f"was imported from snapshot {imported_from}, but {path} contains snapshot {file.snapshot_id}"
+    return f"was imported from snapshot {imported_from}, but {location} contains snapshot {source.snapshot_id}"
 
 
 def add_import_plan(

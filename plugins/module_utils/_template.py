@@ -2,7 +2,7 @@
 # GNU General Public License v3.0+ (see COPYING or https://www.gnu.org/licenses/gpl-3.0.txt)
 # SPDX-License-Identifier: GPL-3.0-or-later
 
-"""Implement ``sandbox_template``: build templates from recipes, and remove templates."""
+"""Implement ``sandbox_template``: build templates from recipes, pull them from registries, and remove them."""
 
 from __future__ import annotations
 
@@ -12,6 +12,12 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from ansible_collections.grove.sandbox.plugins.module_utils import _refusals
+from ansible_collections.grove.sandbox.plugins.module_utils._artifacts import (
+    Artifact,
+    find_artifact,
+    pull,
+    replace_tag,
+)
 from ansible_collections.grove.sandbox.plugins.module_utils._client import quote_segment
 from ansible_collections.grove.sandbox.plugins.module_utils._failure import Failure
 from ansible_collections.grove.sandbox.plugins.module_utils._names import find_taken_names
@@ -22,6 +28,7 @@ from ansible_collections.grove.sandbox.plugins.module_utils._plan import (
     Change,
     Plan,
     Planner,
+    failures_conditional,
     require_minimum,
     validate_names,
 )
@@ -41,7 +48,7 @@ RESULT_KEYS = {PLURAL: TEMPLATE_KEYS}
 ARGUMENTS: dict[str, Any] = {
     "name": {"type": "list", "elements": "str", "required": True, "aliases": ["names"]},
     "state": {"type": "str", "choices": ["present", "absent"], "default": "present"},
-    "from": {"type": "str", "choices": ["debootstrap", "rootfs", "image"]},
+    "from": {"type": "str", "choices": ["debootstrap", "rootfs", "image", "artifact"]},
     "suite": {"type": "str", "default": "bookworm"},
     "mirror": {"type": "str", "default": ""},
     "packages": {"type": "list", "elements": "str", "default": []},
@@ -49,6 +56,8 @@ ARGUMENTS: dict[str, Any] = {
     "image": {"type": "str", "default": ""},
     "registry_username": {"type": "str"},
     "registry_password": {"type": "str", "no_log": True},
+    "artifact": {"type": "str", "default": ""},
+    "trust": {"type": "list", "elements": "str"},
     "setup": {"type": "list", "elements": "str", "default": []},
     "start_command": {"type": "str", "default": ""},
     "ready_probe": {"type": "str", "default": ""},
@@ -64,8 +73,9 @@ ARGUMENTS: dict[str, Any] = {
     "continue_on_error": {"type": "bool", "default": False},
 }
 RULES: dict[str, Any] = {
-    "required_if": [("from", "rootfs", ("path",)), ("from", "image", ("image",))],
+    "required_if": [("from", "rootfs", ("path",)), ("from", "image", ("image",)), ("from", "artifact", ("artifact",))],
     "required_together": [("registry_username", "registry_password")],
+    "required_by": {"trust": ("artifact",)},
 }
 
 LOG_TAIL_LINE_COUNT = 20
@@ -89,23 +99,39 @@ class DesiredState:
     rebuild_outdated: bool = True
     wait_timeout: int = 0
     when_unused: bool = False
+    artifact: str = ""
+    trust: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
 class CurrentState:
+    """The state of the gateway that a plan needs. ``origins``: the ids of the snapshots that templates come from."""
+
     resources: Mapping[str, Mapping[str, Any]]
     taken_names: Mapping[str, str] = field(default_factory=dict)
     users: Mapping[str, Mapping[str, tuple[str, ...]]] = field(default_factory=dict)
+    artifact: Artifact | None = None
+    artifact_failure: Failure | None = None
+    origins: Mapping[str, str] = field(default_factory=dict)
 
 
 def parse_desired_state(params: Mapping[str, Any]) -> DesiredState:
     recipe = {option: params[option] for option in RECIPE_FIELDS}
-    recipe["from"] = recipe["from"] or ("image" if recipe["image"] else "debootstrap")
+    artifact = params.get("artifact") or ""
+    names = validate_names(params["name"], "template")
+    if artifact and recipe["from"] not in (None, "artifact"):
+        raise Failure(f"artifact cannot be combined with from: {recipe['from']}: remove one of them")
+    if artifact and params["state"] == "absent":
+        raise Failure("artifact cannot be combined with state: absent: remove one of them")
+    if artifact and len(names) != 1:
+        raise Failure(f"an artifact contains one template, but there are {len(names)} names: use one task for each")
+    default_source = "artifact" if artifact else "image" if recipe["image"] else "debootstrap"
+    recipe["from"] = recipe["from"] or default_source
     recipe["packages"] = sorted(set(recipe["packages"]))
     for option in ("cpus", "memory_mb", "disk_mb", "ready_timeout", "setup_timeout"):
         require_minimum(recipe[option], 1, option)
     return DesiredState(
-        names=validate_names(params["name"], "template"),
+        names=names,
         state=params["state"],
         recipe=recipe,
         login=_parse_login(params, recipe),
@@ -113,6 +139,8 @@ def parse_desired_state(params: Mapping[str, Any]) -> DesiredState:
         rebuild_outdated=params.get("rebuild_outdated") is not False,
         wait_timeout=require_minimum(params.get("wait_timeout") or 0, 0, "wait_timeout"),
         when_unused=bool(params.get("when_unused")),
+        artifact=artifact,
+        trust=tuple(params.get("trust") or ()),
     )
 
 
@@ -136,7 +164,30 @@ def observe(client: Client, want: DesiredState) -> CurrentState:
     if want.state == "absent":
         return CurrentState(resources, users={} if want.when_unused else find_users(client, resources.values()))
     missing_names = [name for name in want.names if name not in resources]
-    return CurrentState(resources, find_taken_names(client, missing_names, excluded_kind="template"))
+    taken_names = find_taken_names(client, missing_names, excluded_kind="template")
+    if not want.artifact:
+        return CurrentState(resources, taken_names)
+    artifact, artifact_failure = None, None
+    try:
+        artifact = find_artifact(client, want.artifact)
+    except Failure as failure:
+        artifact_failure = failure
+    return CurrentState(
+        resources,
+        taken_names,
+        artifact=artifact,
+        artifact_failure=artifact_failure,
+        origins=_find_origins(client, resources),
+    )
+
+
+def _find_origins(client: Client, resources: Mapping[str, Mapping[str, Any]]) -> dict[str, str]:
+    """Return the ids of the snapshots that the templates were imported from, in other gateways, by name."""
+    origins = {}
+    for name, shape in resources.items():
+        detail = client.find(f"/snapshots/{quote_segment(shape['id'])}") or {}
+        origins[name] = (detail.get("imported") or {}).get("snapshotID", "")
+    return origins
 
 
 def make_view(shape: Mapping[str, Any]) -> dict[str, Any]:
@@ -169,6 +220,8 @@ def _plan_template(want: DesiredState, have: CurrentState, name: str) -> list[Ac
         )
     if current_shape is None and name in have.taken_names:
         raise _refusals.create_name_taken_error(name, have.taken_names[name])
+    if want.artifact:
+        return _plan_pull(want, have, name, current_shape)
     if current_shape is not None and _is_up_to_date(want, current_shape):
         if current_shape["status"] == "building":
             return []
@@ -188,6 +241,41 @@ def _plan_template(want: DesiredState, have: CurrentState, name: str) -> list[Ac
     login_field = {LOGIN_KEY: want.login} if want.login else {}
     request = {"body": body, "wait": want.wait_timeout, **login_field}
     return [Action("build", (Change(name, before, after, TEMPLATE),), request)]
+
+
+def _plan_pull(
+    want: DesiredState, have: CurrentState, name: str, current_shape: Mapping[str, Any] | None
+) -> list[Action]:
+    """Plan to pull a template, unless it was pulled from the same artifact. It can outlive its artifact."""
+    if have.artifact_failure is not None:
+        raise have.artifact_failure
+    artifact = have.artifact
+    if current_shape is not None and current_shape["status"] == "building":
+        raise _refusals.create_template_not_ready_error(name)
+    origin = have.origins.get(name, "")
+    if current_shape is not None and origin and (artifact is None or artifact.snapshot_id == origin):
+        return plan_prewarm(name, current_shape, make_view(current_shape), want.prewarm, TEMPLATE)
+    if artifact is None:
+        # Plan sessions push nothing.
+        with failures_conditional(f"only if no earlier task of the run pushes {want.artifact}"):
+            raise Failure(f"the artifact {want.artifact} does not exist: correct artifact, or push it", "not_found")
+    if artifact.kind != "template":
+        raise Failure(f"{want.artifact} contains a snapshot: use sandbox_snapshot with pull_from", "invalid")
+    before = None if current_shape is None else make_view(current_shape)
+    after = {"name": name, "status": "ready", "recipe": {}}
+    request = {
+        "reference": want.artifact,
+        "digest": artifact.digest,
+        "name": name,
+        "trust": list(want.trust),
+        "data_bytes": artifact.data_bytes,
+    }
+    actions = [Action("pull", (Change(name, before, after, TEMPLATE),), request)]
+    if want.prewarm:
+        prewarm_request = {"path": f"/snapshots/{quote_segment(name)}/prewarm", "count": want.prewarm}
+        prewarm_change = Change(name, after, {**after, "prewarm": want.prewarm}, TEMPLATE)
+        actions.append(Action("prewarm", (prewarm_change,), prewarm_request))
+    return actions
 
 
 def _is_up_to_date(want: DesiredState, current_shape: Mapping[str, Any]) -> bool:
@@ -218,6 +306,10 @@ def apply(action: Action, client: Client) -> dict[str, Failure]:
         template = client.post("/templates", {**request["body"], **request.get(LOGIN_KEY, {})})
         if template.get("buildStatus") != "ready" and request["wait"]:
             _wait_for_build(client, action.changes[0].name, template, request["wait"])
+    elif action.verb == "pull":
+        # If the tag is moved meanwhile, pull what was planned.
+        reference = replace_tag(request["reference"], request["digest"])
+        pull(client, "/templates", reference, request["name"], request["trust"])
     elif action.verb == "prewarm":
         client.post(request["path"], {"count": request["count"]})
     elif action.verb == "remove":

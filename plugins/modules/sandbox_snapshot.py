@@ -8,13 +8,15 @@ from __future__ import annotations
 DOCUMENTATION = r"""
 ---
 module: sandbox_snapshot
-short_description: Capture sandboxes, and export and import snapshots
+short_description: Capture sandboxes, and transfer snapshots
 version_added: "0.1.0"
 description:
   - Ensures that the named snapshots exist or do not exist. A snapshot captures the file system of a running sandbox
     and, where the host supports it, its memory.
   - A snapshot can be written to a file with O(export_to), and created from a file with O(import_from). The file
     contains everything on the disk and in the memory of the sandbox, including secrets.
+  - A snapshot can be pushed to an OCI registry with O(push_to), and created from one with O(pull_from). The gateway
+    transfers only what the other side lacks.
   - If the sandbox already has a snapshot of that name, nothing is changed.
 options:
   name:
@@ -29,7 +31,7 @@ options:
     description:
       - The sandbox to capture, by name or id. With several names, list one sandbox for each entry of O(name), in the
         same order.
-      - If O(state=present), this option, O(export_to) or O(import_from) is required.
+      - If O(state=present), this option, O(export_to), O(import_from), O(push_to) or O(pull_from) is required.
     type: list
     elements: str
     aliases: [sandboxes]
@@ -107,10 +109,25 @@ options:
       - If the memory in the file cannot be restored on the gateway's host, only the disk is imported.
         RV(snapshots[].memory) is then V(none).
     type: path
+  push_to:
+    description:
+      - C(REGISTRY/REPOSITORY:TAG) in an OCI registry that the gateway's configuration allows. The gateway pushes the
+        snapshot to it. With O(sandbox), the snapshot is taken first if it does not exist.
+      - If the tag already names this snapshot, nothing is changed. If it names anything else, the tag is moved.
+      - A snapshot with O(volumes) cannot be pushed.
+    type: str
+  pull_from:
+    description:
+      - C(REGISTRY/REPOSITORY:TAG) or C(REGISTRY/REPOSITORY@DIGEST) in an OCI registry, to create the snapshot from. If
+        the snapshot exists and was created from the same snapshot, nothing is changed, even if the artifact no longer
+        exists.
+      - If the memory cannot be restored on the gateway's host, only the disk is pulled. RV(snapshots[].memory) is then
+        V(none).
+    type: str
   trust:
     description:
-      - Fingerprints of the gateways whose files are accepted by O(import_from), in addition to the importing gateway.
-        C(sandboxctl snapshot signer) shows the fingerprint of a gateway.
+      - Fingerprints of the gateways whose snapshots are accepted by O(import_from) and O(pull_from), in addition to the
+        importing gateway. C(sandboxctl snapshot signer) shows the fingerprint of a gateway.
     type: list
     elements: str
   when_changed:
@@ -147,6 +164,9 @@ attributes:
         the file that exists now. If O(import_from) does not exist, it refuses the task, and the plan shows that this
         depends on the earlier tasks. It does not check the directory of O(export_to); a run does before it takes the
         snapshot.
+      - Check mode pushes nothing. If O(pull_from) does not exist, it refuses the task, and the plan shows that this
+        depends on the earlier tasks. With O(push_to) or O(pull_from), check mode needs a key with the scope C(admin),
+        because the gateway contacts the registry.
       - If the gateway's host is almost full, check mode can only estimate whether there is room.
 author:
   - The grove.sandbox authors (@grove-sandbox)
@@ -201,6 +221,18 @@ EXAMPLES = r"""
     name: restored
     import_from: /srv/before-upgrade.snapshot
     trust: ["{{ exporting_gateway_fingerprint }}"]
+
+- name: Take a snapshot, and push it to a registry
+  grove.sandbox.sandbox_snapshot:
+    name: before-upgrade
+    sandbox: web
+    push_to: registry.example/team/env:before
+
+- name: Create a snapshot that another gateway has pushed
+  grove.sandbox.sandbox_snapshot:
+    name: before-upgrade
+    pull_from: registry.example/team/env:before
+    trust: ["{{ pushing_gateway_fingerprint }}"]
 
 - name: Remove a snapshot, or hide it until its last fork is removed
   grove.sandbox.sandbox_snapshot:

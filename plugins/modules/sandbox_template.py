@@ -8,7 +8,7 @@ from __future__ import annotations
 DOCUMENTATION = r"""
 ---
 module: sandbox_template
-short_description: Build templates of sandboxes
+short_description: Build templates of sandboxes, and pull them from registries
 version_added: "0.1.0"
 description:
   - Ensures that the named templates exist and are built from the given recipe, or that they do not exist.
@@ -36,10 +36,11 @@ options:
   from:
     description:
       - The source of the file system. V(debootstrap) installs Debian packages; V(rootfs) copies the directory or
-        tarball O(path); V(image) unpacks the OCI image O(image).
-      - The default is V(image) if O(image) is set, and V(debootstrap) otherwise.
+        tarball O(path); V(image) unpacks the OCI image O(image). V(artifact) builds nothing, and pulls the complete
+        template O(artifact) from a registry.
+      - The default is V(artifact) if O(artifact) is set, V(image) if O(image) is set, and V(debootstrap) otherwise.
     type: str
-    choices: [debootstrap, rootfs, image]
+    choices: [debootstrap, rootfs, image, artifact]
   suite:
     description:
       - Debian suite.
@@ -82,6 +83,21 @@ options:
       - The password for O(registry_username). Take it from Ansible Vault or another lookup.
       - Results, logs and plans do not contain it.
     type: str
+  artifact:
+    description:
+      - A template in an OCI registry, C(REGISTRY/REPOSITORY:TAG) or C(REGISTRY/REPOSITORY@DIGEST), that
+        C(sandboxctl template push) has pushed. The gateway's configuration must allow the registry.
+      - Required if O(from=artifact). The other options of the recipe are then ignored.
+      - If the template was already created from this artifact, nothing is changed, even if the artifact no longer
+        exists. If the tag names another template, that template is pulled and takes over the name.
+    type: str
+    default: ""
+  trust:
+    description:
+      - Fingerprints of the gateways whose artifacts are accepted by O(artifact), in addition to the pulling gateway.
+        C(sandboxctl snapshot signer) shows the fingerprint of a gateway.
+    type: list
+    elements: str
   setup:
     description:
       - Commands to run in the booted sandbox, one after another, as root through C(/bin/sh -c).
@@ -170,7 +186,7 @@ attributes:
         there is room for the build.
       - C(ansible-playbook --check) detects that O(path) or O(image) does not exist, but only if the API key has the
         scope V(admin) or the module uses the gateway's socket. For other keys, the gateway does not read the path or
-        the image.
+        the image. With O(artifact), check mode reads its manifest, and always needs such a key.
 author:
   - The grove.sandbox authors (@grove-sandbox)
 seealso:
@@ -209,6 +225,12 @@ EXAMPLES = r"""
     image: registry.example/team/internal:2
     registry_username: reader
     registry_password: "{{ vault_registry_password | default('an example') }}"
+
+- name: Pull a template that another gateway has built and pushed
+  grove.sandbox.sandbox_template:
+    name: python
+    artifact: registry.example/team/python:3.12
+    trust: ["{{ pushing_gateway_fingerprint }}"]
 
 - name: Build a template, and keep four sandboxes of it ready
   grove.sandbox.sandbox_template:
