@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import json
 import os
 import random
@@ -14,12 +15,15 @@ from typing import Any
 import httpx
 import pytest
 
-from sandbox_gateway.engine.transfer import registry_client
-from sandbox_gateway.hosts.base import Room
+from sandbox_gateway.engine.transfer import artifact, registry_client
+from sandbox_gateway.engine.transfer.manifest import parse_manifest
+from sandbox_gateway.engine.transfer.signing import Signer
+from sandbox_gateway.hosts.base import Room, SnapshotPart
 from tests.api.memory_gateway import ADMIN_KEY, EXEC_KEY, READ_KEY, MemoryGateway
 from tests.support import session
 from tests.support.images import PASSWORD, USER, running_registry, write_auth_file
 from tests.support.waiting import wait_until
+from tests.unit.engine.test_snapshot_files import make_manifest_fields
 
 MIB = 1 << 20
 
@@ -186,6 +190,8 @@ def test_a_pulled_snapshot_is_forked_after_the_original_is_gone(first: httpx.Cli
     assert pulled_snapshot["imported"] == origin
     first.post("/snapshots/taken/fork", json={"name": "copy"}).raise_for_status()
     assert read(first, "color", "copy") == "blue"
+    for operation in ("snapshot.push", "snapshot.pull"):
+        assert f'operation="{operation}",outcome="ok"' in first.get("/metrics").text
 
 
 def test_an_artifact_is_a_valid_oci_image_that_describes_itself(
@@ -199,8 +205,8 @@ def test_an_artifact_is_a_valid_oci_image_that_describes_itself(
     assert {manifest["config"]["digest"], *(layer["digest"] for layer in manifest["layers"])} <= {
         *shared_registry.list_blobs()
     }
-    artifact = first.get("/artifacts", params={"reference": reference}).json()
-    assert (artifact["snapshotID"], artifact["names"], artifact["digest"], artifact["trusted"]) == (
+    described = first.get("/artifacts", params={"reference": reference}).json()
+    assert (described["snapshotID"], described["names"], described["digest"], described["trusted"]) == (
         snapshot["snapshotID"],
         ["taken"],
         transfer["digest"],
@@ -448,6 +454,41 @@ def test_wrong_bytes_and_missing_blobs_are_refused(
         pull(client, reference, trust=trust)
         client.post("/snapshots/taken/fork", json={"name": "copy"}).raise_for_status()
         assert read(client, "value", "copy") == make_text(1)
+
+
+def put_blob(registry: Registry, repository: str, data: bytes) -> None:
+    uploads_url = f"http://{registry.address}/v2/{repository}/blobs/uploads/"
+    location = httpx.post(uploads_url).raise_for_status().headers["location"]
+    digest = artifact.compute_blob_digest(data)
+    httpx.put(httpx.URL(location).copy_merge_params({"digest": digest}), content=data).raise_for_status()
+
+
+@pytest.mark.parametrize("announced_bytes", [8192, 4096])
+def test_a_part_with_more_data_than_announced_is_refused(
+    first: httpx.Client, shared_registry: Registry, reference: str, announced_bytes: int
+) -> None:
+    """The artifact is signed by a gateway that the administrator trusts."""
+    signer = Signer(b"f" * 32)
+    parts = [{"name": name, "size": 1 << 20, "data_bytes": 1} for name in ("kernel", "initrd", "disk")]
+    manifest = parse_manifest(json.dumps(make_manifest_fields(platform=None, line=False, parts=parts)).encode())
+    disk = b'{"color": "green"}'.ljust(8192).ljust(1 << 20, b"\0")
+    chunk = artifact.Place(SnapshotPart.DISK, 2, 0, len(disk)), hashlib.sha256(disk).hexdigest()
+    contents = artifact.build_contents(manifest, [0, 0, announced_bytes], [], [chunk])
+    config, blob = artifact.encode_config(contents, signer), artifact.compress_chunk(disk)
+    repository = reference.removeprefix(f"{shared_registry.address}/").partition(":")[0]
+    for each in (config, blob):
+        put_blob(shared_registry, repository, each)
+    layers = [artifact.describe_blob(blob, artifact.CHUNK_TYPE)]
+    put_manifest(shared_registry, reference, json.loads(artifact.encode_index(config, layers, {})))
+    body = {"reference": reference, "name": "foreign", "trust": [signer.fingerprint]}
+    transfer = wait_for(first, first.post("/snapshots/pull", json=body))
+    if announced_bytes == 8192:
+        assert transfer["status"] == "ready", transfer
+        first.post("/snapshots/foreign/fork", json={"name": "copy"}).raise_for_status()
+        assert read(first, "color", "copy") == "green"
+    else:
+        assert transfer["error"]["kind"] == "invalid" and "more data than" in transfer["error"]["message"]
+        assert first.get("/snapshots/foreign").status_code == 404
 
 
 def attempt_pull(client: httpx.Client, reference: str, trust: list[str]) -> dict[str, Any]:

@@ -29,6 +29,7 @@ from qemu.qmp import QMPClient
 from sandbox_gateway.config import Config
 from sandbox_gateway.engine.engine import Engine
 from sandbox_gateway.engine.spec import ForkSpec, MountSpec
+from sandbox_gateway.engine.transfer import artifacts
 from sandbox_gateway.hosts.base import Host
 from tests.support import session
 
@@ -128,6 +129,18 @@ VOLUME_OPERATIONS: dict[str, Any] = {
         "mark", ForkSpec(names=["fork1", "fork2"], mounts=[MountSpec("one", "/one", clone=True)])
     ),
 }
+
+
+async def _pull_copy(engine: Engine) -> None:
+    """Pull the snapshot at `team/env:mark` in the first allowed registry, and fetch every chunk."""
+    artifacts._MAX_BASES = 0
+    pull = await engine.artifacts.pull(f"{engine.config.registry.allowed[0]}/team/env:mark", name="new")
+    assert pull.task is not None
+    await pull.task
+    assert pull.status == "ready", pull.error
+
+
+ARTIFACT_OPERATIONS: dict[str, Any] = {"pull": _pull_copy}
 
 
 async def _create_ten_sandboxes_with_volumes(engine: Engine) -> None:
@@ -265,7 +278,7 @@ async def _run_operation(host: Host, config: Config, operation: str, step_counte
     engine = Engine(host, config)
     await engine.open()
     step_counter.is_armed = True
-    await (OPERATIONS | VOLUME_OPERATIONS)[operation](engine)
+    await (OPERATIONS | VOLUME_OPERATIONS | ARTIFACT_OPERATIONS)[operation](engine)
     step_counter.is_armed = False
     await engine.close()
 

@@ -40,7 +40,7 @@ def make_contents() -> Contents:
         (Place(SnapshotPart(part), indexes[part], number * MIB, len(data)), digest_of(data))
         for (part, number), data in CHUNKS.items()
     ]
-    return artifact.build_contents(manifest, ["0123456789cd"], chunks)
+    return artifact.build_contents(manifest, [5000, 5000, 2 * MIB, MIB, 3000], ["0123456789cd"], chunks)
 
 
 def make_layers() -> list[Descriptor]:
@@ -114,7 +114,7 @@ def test_the_largest_artifact_fits_into_its_documents() -> None:
     chunks = [
         (Place(SnapshotPart.DISK, 2, (40_000 + number) << 24, 1 << 24), f"{number:064x}") for number in range(count)
     ]
-    contents = artifact.build_contents(manifest, ["0123456789cd"] * 16, chunks)
+    contents = artifact.build_contents(manifest, [5000, 5000, 1 << 40], ["0123456789cd"] * 16, chunks)
     config = artifact.encode_config(contents, SIGNER)
     layer = Descriptor(mediaType=artifact.CHUNK_TYPE, digest=f"sha256:{'a' * 64}", size=16_777_216)
     index = artifact.encode_index(config, [layer] * count, {"title": "x" * 64})

@@ -180,8 +180,18 @@ def list_places(manifest: Manifest, extents: Mapping[SnapshotPart, Iterable[tupl
     return places
 
 
-def build_contents(manifest: Manifest, ancestors: Sequence[str], chunks: Iterable[tuple[Place, str]]) -> Contents:
-    """Return the contents of an artifact. ``chunks``: the chunks in order, and the SHA-256 of each; "" for zeros."""
+def build_contents(
+    manifest: Manifest, data_bytes: Sequence[int], ancestors: Sequence[str], chunks: Iterable[tuple[Place, str]]
+) -> Contents:
+    """Return the contents of an artifact. ``chunks``: the chunks in order, and the SHA-256 of each; "" for zeros.
+
+    ``data_bytes``: the size of each part's blocks that are not zero. The extents of a file, from which ``manifest`` has
+    it, can change when the file is read, and the config of a snapshot would change with them.
+    """
+    sized_parts = [
+        part.model_copy(update={"data_bytes": size}) for part, size in zip(manifest.parts, data_bytes, strict=True)
+    ]
+    manifest = manifest.model_copy(update={"parts": sized_parts})
     tables: list[list[tuple[int, str]]] = [[] for _ in manifest.parts]
     for place, digest in chunks:
         if digest:

@@ -230,16 +230,19 @@ class Artifacts:
         transfer.chunks = len(places)
         digests = [""] * len(places)
         """The SHA-256 of each chunk; "" for a chunk of zeros."""
+        data_bytes = [0] * len(manifest.parts)
         layers: dict[str, Descriptor | None] = {}
 
-        def read(place: Place) -> tuple[str, bytes]:
+        def read(place: Place) -> tuple[bytes, int, str]:
             data = export.read(place)
-            return ("", b"") if data == bytes(len(data)) else (hashlib.sha256(data).hexdigest(), data)
+            size = sum(end - start for start, end in artifact.list_data_runs(data))
+            return data, size, hashlib.sha256(data).hexdigest() if size else ""
 
         async def push(item: tuple[int, Place]) -> None:
             number, place = item
-            digest, data = await finish_despite_cancellation(asyncio.to_thread(read, place))
+            data, size, digest = await finish_despite_cancellation(asyncio.to_thread(read, place))
             digests[number] = digest
+            data_bytes[place.index] += size
             if digest and digest not in layers:
                 layers[digest] = None  # Another worker may have a chunk with the same data.
                 blob = await asyncio.to_thread(artifact.compress_chunk, data)
@@ -253,7 +256,9 @@ class Artifacts:
             transfer.transferred_bytes = client.sent_bytes
 
         await _for_each(enumerate(places), push)
-        contents = artifact.build_contents(manifest, self._list_ancestors(snapshot), zip(places, digests, strict=True))
+        contents = artifact.build_contents(
+            manifest, data_bytes, self._list_ancestors(snapshot), zip(places, digests, strict=True)
+        )
         ordered_digests = dict.fromkeys(digest for digest in digests if digest)
         return contents, [layer for digest in ordered_digests if (layer := layers[digest]) is not None]
 
