@@ -68,7 +68,7 @@ class Target:
         kind = template.split("/")[2 if template.startswith(("/v1/", "/v2/")) else 1]
         ref = {"sandboxes": "one", "snapshots": "taken", "templates": "spare", "volumes": "data"}.get(kind, "one")
         names = {"ref": ref, "volume": "data", "snapshot": "mark", "id": "0" * 32, "build": self.build_id}
-        names["digest"] = "0" * 64
+        names |= {"digest": "0" * 64, "transfer": "0" * 16}
         return re.sub(r"{(\w+)}", lambda match: names[match[1]], template)
 
 
