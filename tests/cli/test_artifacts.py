@@ -41,7 +41,7 @@ def test_a_snapshot_is_pushed_and_pulled(run: Run, gateway: MemoryGateway, regis
     again = check_success(run("--json", "snapshot", "push", "taken", reference, url=url)).json
     assert (again["status"], again["transferredBytes"], again["chunksReused"]) == ("ready", 0, 5)
     refusal = run("snapshot", "pull", reference, url=url)
-    assert refusal.code == 4 and "choose another name" in refusal.err
+    assert refusal.code == 4 and "choose a different name" in refusal.err
     assert "copy" in check_success(run("snapshot", "pull", reference, "--name", "copy", url=url)).out
     check_success(run("snapshot", "push", "taken", f"{reference}-disk", "--no-memory", url=url))
     pulled = check_success(run("--json", "snapshot", "pull", f"{reference}-disk", "--name", "disk", url=url)).json
