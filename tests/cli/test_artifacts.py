@@ -75,14 +75,14 @@ def test_the_password_is_read_from_standard_input(
 ) -> None:
     with running_gateway(tmp_path / "other", registry) as other_gateway:
         reference, url = f"{registry.address}/team/env:login", other_gateway.unix_url
-        login = ("--username", USER, "--password-stdin")
+        login = ("--registry-username", USER, "--registry-password-file", "-")
         check_success(run("template", "push", "base", reference, *login, url=url, stdin=f"{PASSWORD}\n".encode()))
         failure = run("template", "pull", reference, "--name", "copy", *login, url=url, stdin=b"wrong\n")
         assert failure.code == 2 and "refuses access" in failure.err
         check_success(run("template", "pull", reference, "--name", "copy", *login, url=url, stdin=PASSWORD.encode()))
         failure = run("template", "push", "base", reference, url=url)
         assert failure.code == 2 and "refuses access" in failure.err, "the error of the transfer"
-        assert run("template", "push", "base", reference, "--username", USER, url=url).code == 2
+        assert run("template", "push", "base", reference, "--registry-username", USER, url=url).code == 2
         signer = check_success(run("snapshot", "signer", url=url)).out.strip()
     url = gateway.unix_url
     assert run("template", "pull", reference, "--name", "foreign", url=url).code == 1

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 import time
 from typing import Annotated, Any
 
@@ -10,18 +9,12 @@ import typer
 
 from sandbox_gateway.cli import render
 from sandbox_gateway.cli.client import Client, build_path
-from sandbox_gateway.cli.failure import ExitCode, Failure, create_failure_from_response
+from sandbox_gateway.cli.failure import create_failure_from_response
 from sandbox_gateway.cli.progress import items_shown
 from sandbox_gateway.cli.settings import Settings
 
 Reference = Annotated[
     str, typer.Argument(metavar="REGISTRY/REPOSITORY:TAG", help="A registry that the gateway allows.")
-]
-Username = Annotated[
-    str, typer.Option("--username", metavar="USER", help="Default: the gateway's credentials.", show_default=False)
-]
-PasswordStdin = Annotated[
-    bool, typer.Option("--password-stdin", help="Read the password for --username from standard input.")
 ]
 _POLL_SECONDS = (0.1, 1.0)
 """The first and the longest delay between two queries of the progress."""
@@ -49,17 +42,6 @@ def pull(settings: Settings, kind: str, body: dict[str, Any]) -> None:
     render.print_json(snapshot) if settings.json else render.print_snapshots([snapshot])
     if reason := snapshot["imported"]["omittedMemory"]:
         render.print_note(f"pulled without its memory, so forks boot from the disk: {reason}")
-
-
-def build_login_fields(username: str, password_stdin: bool) -> dict[str, str]:
-    """Return the fields of a request with a login, and read the password."""
-    if not username and not password_stdin:
-        return {}
-    if not (username and password_stdin):
-        raise Failure(
-            "the login to the registry is incomplete", ExitCode.USAGE, "use both --username and --password-stdin"
-        )
-    return {"registryUsername": username, "registryPassword": sys.stdin.readline().rstrip("\r\n")}
 
 
 def _wait(client: Client, transfer: dict[str, Any], title: str) -> dict[str, Any]:

@@ -1,8 +1,10 @@
-"""Options shared by the commands that create sandboxes."""
+"""Options that several commands share."""
 
 from __future__ import annotations
 
+import sys
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -54,6 +56,25 @@ Prewarm = Annotated[
     typer.Option("--prewarm", metavar="N", min=0, max=1000, help="Keep N forks ready.", show_default=False),
 ]
 BestEffort = Annotated[bool, typer.Option("--best-effort", help="Create as many as possible. Default: all or nothing.")]
+RegistryUsername = Annotated[
+    str,
+    typer.Option(
+        "--registry-username",
+        metavar="NAME",
+        help="User name for the registry. Default: the gateway's credentials.",
+        show_default=False,
+    ),
+]
+RegistryPasswordFile = Annotated[
+    str,
+    typer.Option(
+        "--registry-password-file",
+        metavar="FILE",
+        help="File with the password for the registry; - reads it from the standard input.",
+        show_default=False,
+    ),
+]
+_MAX_PASSWORD_BYTES = 64 << 10
 
 
 @dataclass
@@ -126,3 +147,36 @@ def build_count_fields(
     if best_effort:
         fields["atomic"] = False
     return fields, len(all_names) or count or 1
+
+
+def build_login_fields(username: str, password_file: str) -> dict[str, str]:
+    """Return the fields of a request with a login to a registry. Raises Failure if the password cannot be read."""
+    fields = {"registryUsername": username, "registryPassword": _read_password(password_file) if password_file else ""}
+    return {key: value for key, value in fields.items() if value}
+
+
+def _read_password(file: str) -> str:
+    """Return the password in ``file``, or in the standard input if ``file`` is "-". Raises Failure."""
+    source = "the standard input" if file == "-" else file
+    try:
+        if file == "-":
+            data = sys.stdin.buffer.read(_MAX_PASSWORD_BYTES + 1)
+        else:
+            with Path(file).open("rb") as opened_file:
+                data = opened_file.read(_MAX_PASSWORD_BYTES + 1)
+        password = data.decode().removesuffix("\n").removesuffix("\r")
+    except (OSError, UnicodeDecodeError) as error:
+        # The message of a decoding error would contain bytes of the password.
+        reason = "it is not UTF-8 text" if isinstance(error, UnicodeDecodeError) else error.strerror
+        raise Failure(
+            f"the password in {source} cannot be read: {reason}",
+            ExitCode.USAGE,
+            "check the path and the file's permissions",
+        ) from None
+    if not password or len(data) > _MAX_PASSWORD_BYTES or "\n" in password:
+        raise Failure(
+            f"{source} must contain one line with the password, of at most {_MAX_PASSWORD_BYTES >> 10} KiB",
+            ExitCode.USAGE,
+            "write only the password to it",
+        )
+    return password

@@ -237,12 +237,15 @@ def push(
     snapshot: SnapshotRef,
     reference: artifacts.Reference,
     no_memory: Annotated[bool, typer.Option("--no-memory", help="Push the disk only.")] = False,
-    username: artifacts.Username = "",
-    password_stdin: artifacts.PasswordStdin = False,
+    registry_username: options.RegistryUsername = "",
+    registry_password_file: options.RegistryPasswordFile = "",
     as_json: Json = False,
 ) -> None:
     """Push a snapshot or template to an OCI registry. The artifact contains all secrets of its guest."""
-    body: dict[str, Any] = {"reference": reference, **artifacts.build_login_fields(username, password_stdin)}
+    body: dict[str, Any] = {
+        "reference": reference,
+        **options.build_login_fields(registry_username, registry_password_file),
+    }
     if no_memory:
         body["memory"] = "none"
     artifacts.push(get_settings(ctx, as_json), "snapshots", snapshot, body)
@@ -257,17 +260,17 @@ def pull(
     ] = "",
     trust: Annotated[
         list[str] | None,
-        typer.Option("--trust", metavar="FINGERPRINT", help="Accept an artifact that another gateway has signed."),
+        typer.Option("--trust", metavar="FINGERPRINT", help="Accept an artifact that a different gateway has signed."),
     ] = None,
-    username: artifacts.Username = "",
-    password_stdin: artifacts.PasswordStdin = False,
+    registry_username: options.RegistryUsername = "",
+    registry_password_file: options.RegistryPasswordFile = "",
     as_json: Json = False,
 ) -> None:
     """Create a snapshot from an artifact in an OCI registry. It gets a new id."""
     body: dict[str, Any] = {
         "reference": reference,
         "trust": trust or [],
-        **artifacts.build_login_fields(username, password_stdin),
+        **options.build_login_fields(registry_username, registry_password_file),
     }
     if name:
         body["name"] = name

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 import tomllib
 from pathlib import Path
 from typing import Annotated, Any
@@ -14,8 +13,6 @@ from sandbox_gateway.cli import artifacts, formats, options, queries, render
 from sandbox_gateway.cli.context import Json, TemplateRef, get_settings
 from sandbox_gateway.cli.failure import ExitCode, Failure
 from sandbox_gateway.cli.snapshots import WhenUnused, delete_objects
-
-_MAX_PASSWORD_BYTES = 64 << 10
 
 app = typer.Typer(
     help="Build templates, from which sandboxes are created.", no_args_is_help=True, rich_markup_mode=None
@@ -58,21 +55,8 @@ def build(
             show_default=False,
         ),
     ] = "",
-    registry_username: Annotated[
-        str,
-        typer.Option(
-            "--registry-username", metavar="NAME", help="User name for the image's registry.", show_default=False
-        ),
-    ] = "",
-    registry_password_file: Annotated[
-        str,
-        typer.Option(
-            "--registry-password-file",
-            metavar="FILE",
-            help="File with the password for the image's registry; - reads it from the standard input.",
-            show_default=False,
-        ),
-    ] = "",
+    registry_username: options.RegistryUsername = "",
+    registry_password_file: options.RegistryPasswordFile = "",
     setup: Annotated[
         list[str] | None,
         typer.Option("--setup", metavar="COMMAND", help="Command to run during the build; repeatable."),
@@ -112,8 +96,7 @@ def build(
         "packages": formats.split_list(packages or []),
         "path": rootfs,
         "image": image,
-        "registryUsername": registry_username,
-        "registryPassword": _read_password(registry_password_file) if registry_password_file else "",
+        **options.build_login_fields(registry_username, registry_password_file),
         "setup": setup,
         "startCommand": start_command,
         "readyProbe": ready_probe,
@@ -151,12 +134,15 @@ def push(
     template: TemplateRef,
     reference: artifacts.Reference,
     no_memory: Annotated[bool, typer.Option("--no-memory", help="Push the disk only.")] = False,
-    username: artifacts.Username = "",
-    password_stdin: artifacts.PasswordStdin = False,
+    registry_username: options.RegistryUsername = "",
+    registry_password_file: options.RegistryPasswordFile = "",
     as_json: Json = False,
 ) -> None:
     """Push a template to an OCI registry. The artifact contains all secrets of its guest."""
-    body: dict[str, Any] = {"reference": reference, **artifacts.build_login_fields(username, password_stdin)}
+    body: dict[str, Any] = {
+        "reference": reference,
+        **options.build_login_fields(registry_username, registry_password_file),
+    }
     if no_memory:
         body["memory"] = "none"
     artifacts.push(get_settings(ctx, as_json), "templates", template, body)
@@ -171,17 +157,17 @@ def pull(
     ] = "",
     trust: Annotated[
         list[str] | None,
-        typer.Option("--trust", metavar="FINGERPRINT", help="Accept an artifact that another gateway has signed."),
+        typer.Option("--trust", metavar="FINGERPRINT", help="Accept an artifact that a different gateway has signed."),
     ] = None,
-    username: artifacts.Username = "",
-    password_stdin: artifacts.PasswordStdin = False,
+    registry_username: options.RegistryUsername = "",
+    registry_password_file: options.RegistryPasswordFile = "",
     as_json: Json = False,
 ) -> None:
     """Create a template from an artifact in an OCI registry. Another template that has the name loses it."""
     body: dict[str, Any] = {
         "reference": reference,
         "trust": trust or [],
-        **artifacts.build_login_fields(username, password_stdin),
+        **options.build_login_fields(registry_username, registry_password_file),
     }
     if name:
         body["name"] = name
@@ -219,33 +205,6 @@ def _wait_for_build(client: Any, build: dict[str, Any]) -> None:
 
 def _print_template(template: dict[str, Any], as_json: bool) -> None:
     render.print_json(template) if as_json else render.print_templates([template])
-
-
-def _read_password(file: str) -> str:
-    """Return the password in ``file``, or in the standard input if ``file`` is "-". Raises Failure."""
-    source = "the standard input" if file == "-" else file
-    try:
-        if file == "-":
-            data = sys.stdin.buffer.read(_MAX_PASSWORD_BYTES + 1)
-        else:
-            with Path(file).open("rb") as opened_file:
-                data = opened_file.read(_MAX_PASSWORD_BYTES + 1)
-        password = data.decode().removesuffix("\n").removesuffix("\r")
-    except (OSError, UnicodeDecodeError) as error:
-        # The message of a decoding error would contain bytes of the password.
-        reason = "it is not UTF-8 text" if isinstance(error, UnicodeDecodeError) else error.strerror
-        raise Failure(
-            f"the password in {source} cannot be read: {reason}",
-            ExitCode.USAGE,
-            "check the path and the file's permissions",
-        ) from None
-    if not password or len(data) > _MAX_PASSWORD_BYTES or "\n" in password:
-        raise Failure(
-            f"{source} must contain one line with the password, of at most {_MAX_PASSWORD_BYTES >> 10} KiB",
-            ExitCode.USAGE,
-            "write only the password to it",
-        )
-    return password
 
 
 def _read_recipe(file: Path) -> dict[str, Any]:
