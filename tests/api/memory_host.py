@@ -567,7 +567,7 @@ class MemoryHost:
 
     def check_volume_origin(self, host_kind: str) -> None:
         if host_kind != "kvm_xfs":
-            raise Unsupported(f"the snapshot file comes from a {host_kind} host: import it on a {host_kind} host")
+            raise Unsupported(f"the snapshot comes from a {host_kind} host: use a {host_kind} host")
 
     async def begin_volume_import(self, volume: Volume, part: SnapshotPart, size: int) -> MemoryVolumeTarget:
         return MemoryVolumeTarget(volume, self)

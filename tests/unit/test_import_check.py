@@ -15,7 +15,7 @@ def test_a_disk_from_an_identical_host_is_accepted() -> None:
 
 
 def test_a_disk_of_another_kind_of_host_is_refused() -> None:
-    with pytest.raises(Unsupported, match="from a kvm_xfs host, but this is a jail_zfs host: import it on a kvm_xfs"):
+    with pytest.raises(Unsupported, match="from a kvm_xfs host, but this is a jail_zfs host: use a kvm_xfs host"):
         require_compatible_origin("kvm_xfs", os.uname().machine, kind="jail_zfs")
 
 

@@ -17,7 +17,7 @@ from sandbox_gateway.engine.transfer.artifact import Contents, Descriptor, Place
 from sandbox_gateway.engine.transfer.signing import Signer
 from sandbox_gateway.errors import GatewayError, Invalid, Unsupported
 from sandbox_gateway.hosts.base import SnapshotPart
-from tests.unit.engine.test_snapshot_files import MIB, SIGNER, make_manifest
+from tests.unit.engine.test_snapshot_files import MIB, SIGNER, STREAM_PARTS, make_manifest
 
 CHUNKS = {
     ("kernel", 0): b"k" * 5000,
@@ -217,6 +217,16 @@ def make_signed(*path: Any, value: Any) -> bytes:
 def test_an_invalid_config_is_refused(config: bytes) -> None:
     with pytest.raises(Invalid):
         artifact.parse_config(config)
+
+
+def test_an_artifact_contains_a_whole_stream() -> None:
+    manifest = make_manifest(host_kind="jail_zfs", platform=None, line=False, parts=STREAM_PARTS, encoding="compressed")
+    contents = artifact.build_contents(manifest, [5000], [], [(Place(SnapshotPart.STREAM, 0, 0, 5000), "a" * 64)])
+    text = contents.model_dump_json()
+    assert artifact.parse_config(sign(text)).contents == contents
+    continuing_text = change(text.encode(), "manifest", "continues", value=True).decode()
+    with pytest.raises(Invalid, match="continues an import"):
+        artifact.parse_config(sign(continuing_text))
 
 
 def test_a_newer_version_is_refused_with_a_remedy() -> None:

@@ -16,8 +16,8 @@ def require_compatible_origin(host_kind: str, architecture: str, *, kind: str) -
     own_architecture = os.uname().machine
     if architecture != own_architecture:
         raise Unsupported(
-            f"the snapshot requires a host for {architecture}, but this host is for {own_architecture}: import it on a "
-            f"host for {architecture}"
+            f"the snapshot requires a host for {architecture}, but this host is for {own_architecture}: use a host for "
+            f"{architecture}"
         )
 
 
@@ -25,6 +25,5 @@ def require_same_host_kind(host_kind: str, *, kind: str) -> None:
     """Raise Unsupported unless the other host is of the same ``kind`` as this one."""
     if host_kind != kind:
         raise Unsupported(
-            f"the snapshot file comes from a {host_kind} host, but this is a {kind} host: import it on a {host_kind} "
-            "host"
+            f"the snapshot comes from a {host_kind} host, but this is a {kind} host: use a {host_kind} host"
         )

@@ -1,4 +1,4 @@
-"""Sign snapshot files with the key of the gateway, and check the signatures of other gateways (Ed25519)."""
+"""Sign snapshots with the key of the gateway, and check the signatures of other gateways (Ed25519)."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def check_fingerprint(text: str) -> str:
     if not _FINGERPRINT_PATTERN.fullmatch(text):
         raise Invalid(
             f"{text[:80]!r} is not the fingerprint of a signer: use the 64 hexadecimal digits that "
-            "`sandboxctl snapshot signer` prints on the gateway that exported the file"
+            "`sandboxctl snapshot signer` prints on the gateway that exported or pushed the snapshot"
         )
     return text
 

@@ -268,9 +268,9 @@ class Transfers:
         fingerprint = compute_fingerprint(public_key)
         if fingerprint not in {self.get_signer().fingerprint, *trusted_fingerprints}:
             raise Untrusted(
-                f"the snapshot file is signed with the key {fingerprint}, which is not this gateway's. Compare the "
-                "fingerprint with the output of `sandboxctl snapshot signer` on the gateway that exported the file; if "
-                "they are equal, and you trust that gateway, import the file with `--trust` and the fingerprint"
+                f"the snapshot is signed with the key {fingerprint}, which is not this gateway's. Compare the "
+                "fingerprint with the output of `sandboxctl snapshot signer` on the gateway that exported or pushed "
+                "it; if they are equal, and you trust that gateway, use `--trust` with the fingerprint"
             )
         return fingerprint
 

@@ -311,8 +311,8 @@ class JailZfsHost:
     def check_encoding(self, encoding: StreamEncoding) -> None:
         if encoding is not StreamEncoding.PLAIN and not zfs_core.detect_capabilities().receive_options:
             raise Unsupported(
-                f"the stream in the snapshot file is {encoding}, but this host has zfs-fuse, which can receive only "
-                "plain streams: import the file on a host with OpenZFS"
+                f"the stream of the snapshot is {encoding}, but this host has zfs-fuse, which can receive only plain "
+                "streams: use a host with OpenZFS"
             )
 
     async def begin_import(
