@@ -24,7 +24,7 @@ POLL_SECONDS = (0.1, 2.0)
 
 @dataclass(frozen=True)
 class Artifact:
-    """A snapshot in a registry. ``is_own``: whether the gateway has pushed it. ``sizes``: those of its machine."""
+    """A snapshot in a registry. ``is_own``: whether the gateway has pushed it. ``sizes``: the sizes of its machine."""
 
     digest: str
     snapshot_id: str

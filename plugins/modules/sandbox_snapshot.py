@@ -228,7 +228,7 @@ EXAMPLES = r"""
     sandbox: web
     push_to: registry.example/team/env:before
 
-- name: Create a snapshot that another gateway has pushed
+- name: Create a snapshot that a different gateway has pushed
   grove.sandbox.sandbox_snapshot:
     name: before-upgrade
     pull_from: registry.example/team/env:before

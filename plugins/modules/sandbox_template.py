@@ -89,7 +89,7 @@ options:
         C(sandboxctl template push) has pushed. The gateway's configuration must allow the registry.
       - Required if O(from=artifact). The other options of the recipe are then ignored.
       - If the template was already created from this artifact, nothing is changed, even if the artifact no longer
-        exists. If the tag names another template, that template is pulled and takes over the name.
+        exists. If the tag names a different template, that template is pulled and takes over the name.
     type: str
     default: ""
   trust:
@@ -226,7 +226,7 @@ EXAMPLES = r"""
     registry_username: reader
     registry_password: "{{ vault_registry_password | default('an example') }}"
 
-- name: Pull a template that another gateway has built and pushed
+- name: Pull a template that a different gateway has built and pushed
   grove.sandbox.sandbox_template:
     name: python
     artifact: registry.example/team/python:3.12

@@ -68,7 +68,7 @@ def run_task(kind: Any, gateway: MemoryGateway, *, check: bool = False, check_ru
     defaults = {name: option.get("default") for name, option in kind.ARGUMENTS.items()}
     params = {"gateway_url": gateway.unix_url, **options}
     if check:
-        params["check_run"] = check_run or f"a check run with artifacts {next(_run_numbers)}"
+        params["check_run"] = check_run or f"a check-mode run with artifacts {next(_run_numbers)}"
     return run(kind, {**defaults, **params}, check_mode=check)
 
 
@@ -148,12 +148,12 @@ def test_a_template_is_pulled_once_and_replaced_when_the_tag_moves(
     assert refusal["failure"]["kind"] == "invalid" and "sandbox_template" in refusal["msg"]
 
 
-def test_a_check_run_continues_with_what_it_would_pull(
+def test_check_mode_continues_with_what_it_would_pull(
     gateway: MemoryGateway, client: httpx.Client, reference: str
 ) -> None:
     assert run_task(_snapshot, gateway, name=["taken"], sandbox=["source"], push_to=reference)["changed"]
     sources = len(gateway.host.sources)
-    session: dict[str, Any] = {"check": True, "check_run": f"a check run {reference}"}
+    session: dict[str, Any] = {"check": True, "check_run": f"a check-mode run {reference}"}
     result = run_task(_snapshot, gateway, **session, name=["copy"], pull_from=reference)
     assert result["changed"] and result["snapshot"]["id"].startswith("known-after-apply-")
     assert run_task(_fork, gateway, **session, snapshot="copy", names=["fork"])["changed"]

@@ -111,7 +111,7 @@ def first(_gateways: tuple[MemoryGateway, MemoryGateway]) -> Iterator[httpx.Clie
 
 @pytest.fixture
 def second(_gateways: tuple[MemoryGateway, MemoryGateway]) -> Iterator[httpx.Client]:
-    """A client of another gateway."""
+    """A client of a different gateway."""
     with _gateways[1].client() as client:
         yield client
     _gateways[1].clear()
@@ -148,7 +148,7 @@ def make_text(seed: int, size: int = MIB) -> str:
 
 
 def wait_for(client: httpx.Client, response: httpx.Response) -> dict[str, Any]:
-    """Wait until a transfer has ended, and return it."""
+    """Wait until a transfer has finished, and return it."""
     assert response.status_code == 202, response.text
     transfer: dict[str, Any] = response.json()
     deadline = time.monotonic() + 60
@@ -578,7 +578,7 @@ def test_a_transfer_can_be_cancelled(
     assert first.delete(path).status_code == 204
     transfer = first.get(path).json()
     assert (transfer["status"], transfer["error"]["kind"]) == ("error", "conflict")
-    assert first.delete(path).status_code == 204, "a transfer that has ended is not cancelled"
+    assert first.delete(path).status_code == 204, "a finished transfer is not cancelled"
     assert first.get("/transfers/none").status_code == 404
     assert _gateways[0].engine.transfers._active_count == 0
     push(first, "taken", reference)

@@ -292,8 +292,8 @@ class RegistrySection(_Section):
     )
     plain_http: list[str] = Field(
         default_factory=list,
-        description="Those of the allowed registries that are contacted with HTTP instead of HTTPS. Anyone on the "
-        "network path can then read what is transferred, including passwords.",
+        description="The allowed registries that are contacted with HTTP instead of HTTPS. Anyone on the network path "
+        "can then read what is transferred, including passwords.",
     )
     auth_file: Path | None = Field(
         None,

@@ -282,7 +282,7 @@ def test_the_certificate_is_checked(start_server: Callable[..., LyingServer], tm
 
 def test_a_registry_that_stays_away_is_reported(start_server: Callable[..., LyingServer]) -> None:
     server = start_server(lambda method, path: (503, {}, b""))
-    with pytest.raises(BackendFailed, match="does not work: it answered with status 503"):
+    with pytest.raises(BackendFailed, match="is not working: it answered with status 503"):
         use(server, lambda client: client.has_blob(DIGEST))
     assert len(server.requests) == 3
 

@@ -1,4 +1,4 @@
-"""Push snapshots and templates to OCI registries, and pull them. The gateway transfers them; this waits for it."""
+"""Push snapshots and templates to OCI registries, and pull them. The gateway transfers them in the background."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def pull(settings: Settings, kind: str, body: dict[str, Any]) -> None:
 
 
 def _wait(client: Client, transfer: dict[str, Any], title: str) -> dict[str, Any]:
-    """Wait until a transfer has ended, and return it. Raises Failure if it failed."""
+    """Wait until a transfer has finished, and return it. Raises Failure if it failed."""
     route = build_path("transfers", transfer["transferID"])
     delay, max_delay = _POLL_SECONDS
     with items_shown(title) as show:

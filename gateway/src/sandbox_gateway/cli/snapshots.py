@@ -256,7 +256,7 @@ def pull(
     ctx: typer.Context,
     reference: artifacts.Reference,
     name: Annotated[
-        str, typer.Option("--name", help="A name that replaces those in the artifact.", show_default=False)
+        str, typer.Option("--name", help="A name that replaces the names in the artifact.", show_default=False)
     ] = "",
     trust: Annotated[
         list[str] | None,

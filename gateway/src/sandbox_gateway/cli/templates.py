@@ -153,7 +153,7 @@ def pull(
     ctx: typer.Context,
     reference: artifacts.Reference,
     name: Annotated[
-        str, typer.Option("--name", help="A name that replaces those in the artifact.", show_default=False)
+        str, typer.Option("--name", help="A name that replaces the names in the artifact.", show_default=False)
     ] = "",
     trust: Annotated[
         list[str] | None,
@@ -163,7 +163,7 @@ def pull(
     registry_password_file: options.RegistryPasswordFile = "",
     as_json: Json = False,
 ) -> None:
-    """Create a template from an artifact in an OCI registry. Another template that has the name loses it."""
+    """Create a template from an artifact in an OCI registry. A different template with the same name loses it."""
     body: dict[str, Any] = {
         "reference": reference,
         "trust": trust or [],

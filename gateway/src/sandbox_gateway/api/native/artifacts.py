@@ -70,22 +70,22 @@ async def pull_snapshot(request: Request, body: requests.PullSnapshot, engine: E
 
 @router.post("/templates/pull", status_code=202, summary="Pull a template from a registry in the background")
 async def pull_template(request: Request, body: requests.PullTemplate, engine: EngineDep) -> shapes.TransferShape:
-    """Pull like a snapshot. If another template has the name, it loses the name, as when a template is built."""
+    """Pull like a snapshot. If a different template has the name, it loses the name, as when a template is built."""
     return await _pull(request, body, engine, SnapshotKind.TEMPLATE)
 
 
-@router.get("/transfers", summary="List pushes and pulls: those that run, and the last ones that have ended")
+@router.get("/transfers", summary="List running and recently finished pushes and pulls")
 async def list_transfers(engine: EngineDep) -> list[shapes.TransferShape]:
     return [shapes.describe_transfer(each) for each in engine.artifacts.list_transfers()]
 
 
 @router.get("/transfers/{transfer}", summary="Show the progress of a push or a pull")
 async def show_transfer(transfer: TransferId, engine: EngineDep) -> shapes.TransferShape:
-    """Return the progress. After a restart of the gateway, former transfers are unknown: repeat them."""
+    """Return the progress. A restarted gateway no longer knows earlier transfers: repeat them."""
     return shapes.describe_transfer(engine.artifacts.get_transfer(transfer))
 
 
-@router.delete("/transfers/{transfer}", status_code=204, summary="Cancel a push or a pull, if it still runs")
+@router.delete("/transfers/{transfer}", status_code=204, summary="Cancel a push or a pull, if it is still running")
 async def cancel_transfer(transfer: TransferId, engine: EngineDep) -> None:
     await engine.artifacts.cancel(transfer)
 

@@ -188,8 +188,8 @@ class TransferShape(Shape):
     reference: str
     status: Literal["running", "ready", "error"]
     snapshot_id: str = Field(description="The snapshot that is pushed, or that a finished pull has created.")
-    digest: str = Field(description="The digest of the artifact's manifest; empty as long as it is unknown.")
-    chunks: int = Field(description="Number of chunks to process; 0 as long as it is unknown.")
+    digest: str = Field(description="The digest of the artifact's manifest; empty until it is known.")
+    chunks: int = Field(description="Number of chunks to process; 0 until it is known.")
     chunks_done: int
     chunks_reused: int = Field(description="Chunks that were not transferred, because the other side has them.")
     transferred_bytes: int = Field(description="Compressed bytes that were sent or received.")
@@ -614,7 +614,7 @@ def describe_interrupted_import(interrupted_import: InterruptedImport) -> Interr
 
 
 def describe_artifact(artifact: Artifact, own_fingerprint: str) -> ArtifactShape:
-    """Return the shape of an artifact. ``own_fingerprint``: that of this gateway's key."""
+    """Return the shape of an artifact. ``own_fingerprint``: the fingerprint of this gateway's key."""
     manifest = artifact.contents.manifest
     return ArtifactShape(
         reference=str(artifact.reference),

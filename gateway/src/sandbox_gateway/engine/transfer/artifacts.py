@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 
 _WORKERS = 4
 """The number of chunks that a transfer processes at the same time."""
-_MAX_ENDED_TRANSFERS = 100
+_MAX_FINISHED_TRANSFERS = 100
 _MAX_BASES = 4
 """The number of local snapshots in which a pull looks for chunks."""
 _TITLE = "org.opencontainers.image.title"
@@ -71,14 +71,14 @@ class ArtifactTransfer:
     started_at: datetime = field(default_factory=now)
     task: asyncio.Task[None] | None = None
 
-    def end(self, error: GatewayError | None = None) -> None:
+    def finish(self, error: GatewayError | None = None) -> None:
         self.error = error
         self.status = "error" if error else "ready"
 
 
 @dataclass(frozen=True)
 class Artifact:
-    """A snapshot in a registry, whose signature is valid. ``signer``: its fingerprint, which may be unknown."""
+    """A snapshot in a registry, with a valid signature. ``signer``: the key's fingerprint, which may be unknown."""
 
     reference: ArtifactReference
     digest: str
@@ -100,7 +100,7 @@ class Artifact:
 
 @dataclass(frozen=True)
 class _Pull:
-    """The plan of a pull. ``names``: those that the snapshot gets."""
+    """The plan of a pull. ``names``: the names that the snapshot gets."""
 
     artifact: Artifact
     snapshot: Snapshot
@@ -137,11 +137,11 @@ class Artifacts:
         return self._records[id]
 
     def list_transfers(self) -> Sequence[ArtifactTransfer]:
-        """Return the running transfers and the last ones that have ended, oldest first."""
+        """Return the running and the last finished transfers, oldest first."""
         return [*self._records.values()]
 
     async def cancel(self, id: str) -> None:
-        """Cancel a running transfer, and wait until it has ended. Does nothing if it has ended."""
+        """Cancel a running transfer, and wait for it. Does nothing if it has finished."""
         transfer = self.get_transfer(id)
         if transfer.task is not None:
             transfer.task.cancel()
@@ -184,7 +184,7 @@ class Artifacts:
         self._transfers.require_exportable(snapshot)
         transfer = self._add_transfer(ArtifactTransfer("push", str(parsed_reference), snapshot.id))
         if is_planned:
-            transfer.end()
+            transfer.finish()
         else:
             self._transfers.require_free_slot()
             self._start(transfer, self._push(transfer, snapshot, parsed_reference, memory, login))
@@ -291,7 +291,7 @@ class Artifacts:
     ) -> ArtifactTransfer:
         """Create a snapshot or template from an artifact, in the background. Raises the errors that its config shows.
 
-        ``name`` and ``trust``: see ``Transfers.import_``. ``kind``: the required kind. If it is TEMPLATE, another
+        ``name`` and ``trust``: see ``Transfers.import_``. ``kind``: the required kind. If it is TEMPLATE, a different
         template that has the name loses it, as when a template is built. ``is_planned``: for a plan session. Only the
         manifest and the config are read.
         """
@@ -320,7 +320,7 @@ class Artifacts:
         transfer.chunks = len(pull.places)
         if is_planned:
             await self._pull(transfer, pull, login, is_template=is_template, is_planned=True)
-            transfer.end()
+            transfer.finish()
         else:
             with self._names_reserved(pull, is_template=is_template):
                 pass  # Raise NameTaken now rather than in the background.
@@ -420,7 +420,7 @@ class Artifacts:
     async def _bases_opened(self, pull: _Pull, *, is_planned: bool) -> AsyncIterator[list[SnapshotSource]]:
         """Open the local snapshots that probably share chunks with the artifact."""
         contents = pull.artifact.contents
-        # The stream of a jail's snapshot has to be written to a file first, and shares nothing with others.
+        # A jail's snapshot shares nothing with the others, and its stream would have to be written to a file first.
         can_share = not is_planned and SnapshotPart.STREAM not in pull.parts
         has_memory = not MEMORY_PARTS.isdisjoint(pull.parts)
         with contextlib.ExitStack() as stack:
@@ -514,8 +514,8 @@ class Artifacts:
 
     def _add_transfer(self, transfer: ArtifactTransfer) -> ArtifactTransfer:
         self._records[transfer.id] = transfer
-        ended_ids = [each.id for each in self._records.values() if each.status != "running" and each is not transfer]
-        for id in ended_ids[: max(0, len(self._records) - _MAX_ENDED_TRANSFERS)]:
+        finished_ids = [each.id for each in self._records.values() if each.status != "running" and each is not transfer]
+        for id in finished_ids[: max(0, len(self._records) - _MAX_FINISHED_TRANSFERS)]:
             del self._records[id]
         return transfer
 
@@ -527,15 +527,15 @@ class Artifacts:
             await work
         except GatewayError as error:
             log.warning("transfer failed", action=transfer.action, reference=transfer.reference, reason=error.message)
-            transfer.end(error)
+            transfer.finish(error)
         except asyncio.CancelledError:
-            transfer.end(Conflict(f"the {transfer.action} was cancelled: repeat it"))
+            transfer.finish(Conflict(f"the {transfer.action} was cancelled: repeat it"))
             raise
         except Exception as error:
             log.error("transfer failed", exc_info=True, reference=transfer.reference)
-            transfer.end(BackendFailed(f"an internal error in the gateway stopped the {transfer.action}: {error}"))
+            transfer.finish(BackendFailed(f"an internal error in the gateway stopped the {transfer.action}: {error}"))
         else:
-            transfer.end()
+            transfer.finish()
 
 
 async def _read_artifact(client: RegistryClient, reference: ArtifactReference) -> Artifact:

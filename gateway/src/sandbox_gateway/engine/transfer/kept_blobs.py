@@ -1,4 +1,4 @@
-"""Blobs of pulls that have not ended, by digest, so that an interrupted pull does not fetch them again.
+"""Blobs of unfinished pulls, by digest, so that an interrupted pull does not fetch them again.
 
 A blob is checked when it is fetched, and its chunk again when it is used, so the files need not be durable.
 """
@@ -73,7 +73,7 @@ class KeptBlobs:
                 path.unlink(missing_ok=True)
 
     def remove(self, digests: Iterable[str]) -> None:
-        """Remove those of these blobs that no pull uses."""
+        """Remove the blobs among ``digests`` that no pull uses."""
         with translated_os_errors(str(self._directory)):
             for digest in digests:
                 if not self._users[digest]:

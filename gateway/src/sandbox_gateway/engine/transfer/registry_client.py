@@ -3,7 +3,7 @@
 It uses httpx: oras-py has no timeouts, reads responses of any size, and follows redirects and token realms to any host.
 
 A registry may be malicious. It is therefore contacted only if the configuration lists it, every response is limited in
-size and time, and no answer of it makes the client contact a host that is not configured, or send it a password.
+size and time, and no response makes the client contact a host that is not configured, or send it a password.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ _REQUEST_SECONDS = 60
 _MIN_BYTES_PER_SECOND = 64 << 10
 """A request may take this long for each of its bytes, in addition to ``_REQUEST_SECONDS``."""
 _RETRY_DELAYS = (0.2, 0.5, 1.0, 2.0, 4.0, 8.0)
-"""The waits before a request is sent again, in seconds. Together, a registry may be away for about 15 s."""
+"""The waits before a request is sent again, in seconds. Together, a registry may be unavailable for about 15 s."""
 _MAX_REDIRECTS = 3
 _MAX_ERROR_BYTES = 8 << 10
 _MAX_TOKEN_BYTES = 64 << 10
@@ -246,7 +246,7 @@ class RegistryClient:
             except _Retry as error:
                 if delay is None:
                     raise BackendFailed(
-                        f"the registry {self._reference.registry} does not work: {error}. Check the registry, and "
+                        f"the registry {self._reference.registry} is not working: {error}. Check the registry, and "
                         "repeat the request: what has been transferred is not transferred again"
                     ) from None
                 log.warning("registry request failed", registry=self._reference.registry, reason=str(error))
