@@ -13,6 +13,7 @@ from typing import Literal
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
 from sandbox_gateway.errors import Invalid
+from sandbox_gateway.image_references import is_registry_host
 from sandbox_gateway.validation import explain
 
 
@@ -321,6 +322,14 @@ class RegistrySection(_Section):
         description="Maximum size, in MiB, of the data of interrupted pulls that is kept for a day, so that a repeated "
         "pull does not fetch it again. 0: keep none.",
     )
+
+    @field_validator("allowed", "plain_http", "token_servers", "download_servers")
+    @classmethod
+    def _check_hosts(cls, value: list[str]) -> list[str]:
+        for each in value:
+            if not is_registry_host(each):
+                raise ValueError(f"{each!r} is not a host: use HOST or HOST:PORT, such as registry.example:5000")
+        return value
 
     @field_validator("auth_file", "ca_file", mode="before")
     @classmethod

@@ -9,6 +9,7 @@ from enum import StrEnum
 MAX_LENGTH = 1024
 _DEFAULT_REGISTRY = "docker.io"
 _HOST = r"(?:[A-Za-z0-9](?:[A-Za-z0-9-]*[A-Za-z0-9])?(?:\.[A-Za-z0-9](?:[A-Za-z0-9-]*[A-Za-z0-9])?)*|\[[0-9a-fA-F:]+\])"
+_REGISTRY_PATTERN = re.compile(rf"{_HOST}(?::(?P<port>[0-9]{{1,5}}))?")
 _COMPONENT = r"[a-z0-9]+(?:(?:[._]|__|-+)[a-z0-9]+)*"
 _TAG = r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,127}"
 _DIGEST = r"sha256:[0-9a-f]{64}"
@@ -54,6 +55,12 @@ class RegistryLogin:
 
     username: str
     password: str = field(repr=False)
+
+
+def is_registry_host(text: str) -> bool:
+    """Return whether ``text`` is HOST or HOST:PORT."""
+    match = _REGISTRY_PATTERN.fullmatch(text)
+    return match is not None and int(match["port"] or 443) in range(1, 65536)
 
 
 def parse_image_reference(text: str) -> ImageReference:

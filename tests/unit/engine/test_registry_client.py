@@ -193,10 +193,12 @@ def test_a_redirect_to_another_host_is_followed_only_if_it_is_allowed(
     for work in (
         lambda client: client.get_manifest(),
         lambda client: client.put_blob(DIGEST, BLOB),
-        lambda client: client.has_blob(DIGEST),
     ):
         with pytest.raises(BackendFailed, match=f"with status {status}"):
             use(server, work, download_servers=[storage.address])
+    request_count = len(storage.requests)
+    assert use(server, lambda client: client.has_blob(DIGEST)), "it is in the other storage"
+    assert len(storage.requests) == request_count
 
 
 def test_redirects_do_not_go_in_circles(start_server: Callable[..., LyingServer]) -> None:
@@ -211,6 +213,27 @@ def test_an_upload_goes_only_to_the_registry(start_server: Callable[..., LyingSe
     server = start_server(lambda method, path: (202, {"Location": location}, b""))
     with pytest.raises(BackendFailed, match="upload to another address"):
         use(server, lambda client: client.put_blob(DIGEST, BLOB))
+
+
+@pytest.mark.parametrize("location", ["http://[::1", "http://h:port/", "https://" + "a" * 70_000])
+def test_an_invalid_upload_address_is_refused(start_server: Callable[..., LyingServer], location: str) -> None:
+    server = start_server(lambda method, path: (202, {"Location": location}, b""))
+    with pytest.raises(BackendFailed, match="invalid address"):
+        use(server, lambda client: client.put_blob(DIGEST, BLOB))
+
+
+@pytest.mark.parametrize("host", ["https://registry.example", "registry.example/team", "registry.example:99999", ""])
+def test_the_configuration_lists_only_hosts(host: str) -> None:
+    for key in ("allowed", "plain_http", "token_servers", "download_servers"):
+        with pytest.raises(ValueError, match="use HOST or HOST:PORT"):
+            RegistrySection.model_validate({key: [host]})
+        RegistrySection.model_validate({key: ["registry.example", "[::1]:5000", "localhost:443"]})
+
+
+def test_the_default_port_may_be_listed() -> None:
+    url = registry_client.httpx.URL("https://auth.example/token")
+    assert all(registry_client._is_listed(url, [each]) for each in ("auth.example", "auth.example:443"))
+    assert not any(registry_client._is_listed(url, [each]) for each in ("auth.example:444", "example", "x"))
 
 
 def test_an_upload_keeps_the_state_of_the_registry(start_server: Callable[..., LyingServer]) -> None:

@@ -13,7 +13,7 @@ import base64
 import json
 import re
 import ssl
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from http.cookiejar import CookieJar, DefaultCookiePolicy
@@ -149,8 +149,10 @@ class RegistryClient:
         await self._client.aclose()
 
     async def has_blob(self, digest: str) -> bool:
-        response = await self._call("HEAD", f"{self._base}/blobs/{digest}", accepted=(200, 404))
-        return response.status == 200
+        # Registries that redirect downloads to an object store do so only for blobs that they have.
+        accepted_statuses = (200, 404, *_REDIRECT_STATUSES)
+        response = await self._call("HEAD", f"{self._base}/blobs/{digest}", accepted=accepted_statuses)
+        return response.status != 404
 
     async def put_blob(self, digest: str, data: bytes) -> None:
         """Upload a blob. After a failure, the whole blob is sent again."""
@@ -301,8 +303,8 @@ class RegistryClient:
             sent_headers = dict(headers)
             if self._authorization and self._is_registry(target):
                 sent_headers["Authorization"] = self._authorization
+            self.sent_bytes += len(content or b"")
             async with self._client.stream(method, target, headers=sent_headers, content=content) as response:
-                self.sent_bytes += len(content or b"")
                 is_redirect = response.status_code in _REDIRECT_STATUSES
                 if not (is_redirect and may_redirect):
                     is_success = response.is_success and method != "HEAD"
@@ -331,14 +333,17 @@ class RegistryClient:
     def _check_download_server(self, url: httpx.URL) -> None:
         if self._is_registry(url):
             return
-        if url.scheme != "https" or _get_authority(url) not in self._settings.download_servers:
+        if not _is_listed(url, self._settings.download_servers):
             raise self._create_failure(
                 f"it redirects a download to {url.scheme}://{_get_authority(url)[:200]}, which is not allowed: add the "
                 "host to registry.download_servers in the gateway's configuration if you trust it"
             )
 
     def _resolve_upload(self, location: str) -> httpx.URL:
-        url = httpx.URL(self._base).join(location)
+        try:
+            url = httpx.URL(self._base).join(location)
+        except httpx.InvalidURL:
+            raise self._create_failure("it sent an invalid address") from None
         if not location or not self._is_registry(url):
             raise self._create_failure(f"it asks for an upload to another address: {location[:200]!r}")
         return url
@@ -358,8 +363,7 @@ class RegistryClient:
 
     async def _fetch_token(self, challenge: Mapping[str, str]) -> str:
         realm = httpx.URL(challenge.get("realm", ""))
-        is_allowed = realm.scheme == "https" and _get_authority(realm) in self._settings.token_servers
-        if not (self._is_registry(realm) or is_allowed):
+        if not (self._is_registry(realm) or _is_listed(realm, self._settings.token_servers)):
             raise self._create_failure(
                 f"it names {realm.scheme}://{_get_authority(realm)[:200]} as its token server, which is not allowed: "
                 "add the host to registry.token_servers in the gateway's configuration if you trust it"
@@ -415,7 +419,8 @@ async def opened_client(
     """Open a client with the login of a request, or with the configured one."""
     if login is None:
         login = await asyncio.to_thread(read_login, settings, reference.registry)
-    client = RegistryClient(settings, reference, login, push=push)
+    # Reading the system's certificate authorities blocks.
+    client = await asyncio.to_thread(RegistryClient, settings, reference, login, push=push)
     try:
         yield client
     finally:
@@ -438,7 +443,13 @@ def _get_origin(url: httpx.URL) -> tuple[str, str, int | None]:
 
 
 def _get_authority(url: httpx.URL) -> str:
+    """Return HOST, or HOST:PORT if the port is not the default one."""
     return url.netloc.decode("ascii", "replace")
+
+
+def _is_listed(url: httpx.URL, servers: Collection[str]) -> bool:
+    """Return whether the configuration allows HTTPS requests to the server of this URL."""
+    return url.scheme == "https" and any(httpx.URL(f"https://{each}").netloc == url.netloc for each in servers)
 
 
 def _encode_basic(login: RegistryLogin) -> str:
