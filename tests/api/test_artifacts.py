@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import itertools
 import json
 import os
 import random
@@ -524,23 +525,33 @@ def test_an_interrupted_transfer_continues_where_it_was(
 ) -> None:
     """The registry dies during a push and during a pull. Both fail, and neither transfers a blob twice."""
     monkeypatch.setattr(registry_client, "_RETRY_DELAYS", (0.1,))
+    patch = pytest.MonkeyPatch()
     reference = f"{own_registry.address}/team/env:before"
     with running_gateway(tmp_path / "gateway", own_registry) as gateway, gateway.client() as client:
         client.post("/sandboxes", json={"templateID": "base", "name": "source"}).raise_for_status()
         fill(gateway, 24)
         take(client)
 
+        def kill_after_twelve(method_name: str) -> None:
+            method, calls = getattr(registry_client.RegistryClient, method_name), itertools.count()
+
+            async def call(*arguments: Any) -> Any:
+                if next(calls) == 12:
+                    own_registry.kill()
+                return await method(*arguments)
+
+            patch.setattr(registry_client.RegistryClient, method_name, call)
+
         def interrupt(response: httpx.Response) -> int:
-            """Kill the registry when a third has been transferred. Return the transferred bytes."""
-            path = f"/transfers/{response.json()['transferID']}"
-            wait_until(lambda: client.get(path).json()["transferredBytes"] > 5 * MIB)
-            own_registry.kill()
+            """Wait until a transfer has failed. Return the transferred bytes."""
             transfer = wait_for(client, response)
+            patch.undo()
             own_registry.start()
             assert transfer["error"]["kind"] == "backend_failed" and transfer["chunksDone"] < transfer["chunks"]
             transferred: int = transfer["transferredBytes"]
             return transferred
 
+        kill_after_twelve("put_blob")
         interrupted_bytes = interrupt(client.post("/snapshots/taken/push", json={"reference": reference}))
         assert client.get("/artifacts", params={"reference": reference}).status_code == 404
         transfer = push(client, "taken", reference)
@@ -551,6 +562,7 @@ def test_an_interrupted_transfer_continues_where_it_was(
         client.delete("/sandboxes/source").raise_for_status()
         client.delete("/snapshots/taken").raise_for_status()
 
+        kill_after_twelve("get_blob")
         interrupted_bytes = interrupt(client.post("/snapshots/pull", json={"reference": reference}))
         kept_paths = [*(gateway.root / "pulled-blobs").iterdir()]
         assert len(kept_paths) >= 5 and client.get("/snapshots/taken").status_code == 404
@@ -558,13 +570,57 @@ def test_an_interrupted_transfer_continues_where_it_was(
         # The disk may damage what is kept.
         kept_paths[0].write_bytes(b"x" * kept_paths[0].stat().st_size)
         transfer = wait_for(client, client.post("/snapshots/pull", json={"reference": reference}))
-        assert transfer["error"]["kind"] == "invalid"
+        assert transfer["error"]["kind"] == "backend_failed" and "this host's disk" in transfer["error"]["message"]
         assert transfer["transferredBytes"] <= total_bytes - kept_bytes
         transfer = pull(client, reference)
         assert 0 < transfer["transferredBytes"] < 2 * MIB, "only the damaged blob is fetched again"
         assert list((gateway.root / "pulled-blobs").iterdir()) == []
         client.post("/snapshots/taken/fork", json={"name": "copy"}).raise_for_status()
         assert read(client, "23", "copy") == make_text(23)
+
+
+@pytest.mark.parametrize("kind", ["snapshot", "template"])
+def test_a_pull_that_is_cancelled_while_it_commits_is_completed(
+    first: httpx.Client,
+    reference: str,
+    _gateways: tuple[MemoryGateway, MemoryGateway],
+    monkeypatch: pytest.MonkeyPatch,
+    kind: str,
+) -> None:
+    gateway = _gateways[0]
+    ref = "base" if kind == "template" else take(first)["snapshotID"]
+    transfer = wait_for(first, first.post(f"/{kind}s/{ref}/push", json={"reference": reference}))
+    assert transfer["status"] == "ready", transfer
+    artifacts, commit_import = gateway.engine.artifacts, gateway.engine.transfers.commit_import
+    earlier_paths = {*(gateway.root / "pulled-blobs").iterdir()}
+
+    async def commit_and_cancel(*arguments: Any) -> None:
+        (running,) = (each for each in artifacts.list_transfers() if each.status == "running")
+        assert running.task is not None
+        running.task.cancel()
+        await commit_import(*arguments)
+
+    monkeypatch.setattr(gateway.engine.transfers, "commit_import", commit_and_cancel)
+    transfer = wait_for(first, first.post(f"/{kind}s/pull", json={"reference": reference, "name": "pulled"}))
+    assert transfer["status"] == "ready" and transfer["error"] is None
+    pulled_snapshot = first.get("/snapshots/pulled").raise_for_status().json()
+    assert pulled_snapshot["snapshotID"] == transfer["snapshotID"]
+    assert {*(gateway.root / "pulled-blobs").iterdir()} <= earlier_paths
+    first.delete("/snapshots/pulled").raise_for_status()
+
+
+def test_a_transfer_that_was_refused_is_not_listed(
+    first: httpx.Client, reference: str, _gateways: tuple[MemoryGateway, MemoryGateway]
+) -> None:
+    take(first)
+    push(first, "taken", reference)
+    transfers = first.get("/transfers").json()
+    assert first.post("/snapshots/pull", json={"reference": reference}).status_code == 409, "the name is taken"
+    with contextlib.ExitStack() as stack:
+        for _ in range(_gateways[0].engine.config.limits.transfers):
+            stack.enter_context(_gateways[0].engine.transfers.slot_held())
+        assert first.post("/snapshots/taken/push", json={"reference": reference}).status_code in (429, 503)
+    assert first.get("/transfers").json() == transfers
 
 
 def test_a_transfer_can_be_cancelled(

@@ -57,8 +57,9 @@ _NON_OPERATIONS = {
     "RoomMonitor.require_room_for_capture",
     "RoomMonitor.require_room_for_machines",
     "Templates.remove",
-    "Transfers.write_snapshot",
+    "Transfers.commit_import",
     # Background work.
+    "Artifacts.watch",
     "BuildFiles.watch",
     "Loads.get_history",
     "Loads.watch",

@@ -117,6 +117,7 @@ class Engine:
         self.background.start(self.prewarm.keep_forks_ready())
         self.background.start(self.loads.watch())
         self.background.start(self.build_files.watch())
+        self.background.start(self.artifacts.watch())
         if self.host.abilities.can_stall:
             self.background.start(self.room.watch())
         log.info(

@@ -42,6 +42,7 @@ _WORKERS = 4
 _MAX_FINISHED_TRANSFERS = 100
 _MAX_BASES = 4
 """The number of local snapshots in which a pull looks for chunks."""
+_SWEEP_INTERVAL_SECONDS = 3600.0
 _TITLE = "org.opencontainers.image.title"
 _Item = TypeVar("_Item")
 
@@ -131,6 +132,12 @@ class Artifacts:
         """Remove what interrupted pulls have left behind, except for blobs that a repeated pull can use."""
         self._kept_blobs.open()
 
+    async def watch(self) -> None:
+        """Remove blobs that no pull has used for a day. Never returns."""
+        while True:
+            await asyncio.sleep(_SWEEP_INTERVAL_SECONDS)
+            await clean_up(log, asyncio.to_thread(self._kept_blobs.trim))
+
     def get_transfer(self, id: str) -> ArtifactTransfer:
         if id not in self._records:
             raise NotFound("transfer", shorten(id))
@@ -143,7 +150,8 @@ class Artifacts:
     async def cancel(self, id: str) -> None:
         """Cancel a running transfer, and wait for it. Does nothing if it has finished."""
         transfer = self.get_transfer(id)
-        if transfer.task is not None:
+        # A second cancellation would interrupt the clean-up of the first.
+        if transfer.task is not None and not transfer.task.cancelling():
             transfer.task.cancel()
             await asyncio.wait([transfer.task])
 
@@ -182,11 +190,12 @@ class Artifacts:
         if parsed_reference.digest:
             raise Invalid(f"{reference[:200]!r} names a digest: push to a tag, as in REGISTRY/REPOSITORY:TAG")
         self._transfers.require_exportable(snapshot)
+        if not is_planned:
+            self._transfers.require_free_slot()
         transfer = self._add_transfer(ArtifactTransfer("push", str(parsed_reference), snapshot.id))
         if is_planned:
             transfer.finish()
         else:
-            self._transfers.require_free_slot()
             self._start(transfer, self._push(transfer, snapshot, parsed_reference, memory, login))
         return transfer
 
@@ -210,7 +219,7 @@ class Artifacts:
                 config = await asyncio.to_thread(artifact.encode_config, contents, self._transfers.get_signer())
                 await _push_blob(client, artifact.compute_blob_digest(config), config)
                 annotations = {_TITLE: contents.manifest.names[0]} if contents.manifest.names else {}
-                index = artifact.encode_index(config, layers, annotations)
+                index = await asyncio.to_thread(artifact.encode_index, config, layers, annotations)
                 transfer.digest = artifact.compute_blob_digest(index)
                 if await client.find_manifest_digest(reference.tag) != transfer.digest:
                     await client.put_manifest(index)
@@ -226,7 +235,8 @@ class Artifacts:
         """Upload the chunks that the registry lacks. Return the contents, and the descriptors of all layers."""
         from sandbox_gateway.engine.transfer import artifact
 
-        manifest, places = export.list_places()
+        # A guest can fragment its disk into millions of extents.
+        manifest, places = await asyncio.to_thread(export.list_places)
         transfer.chunks = len(places)
         digests = [""] * len(places)
         """The SHA-256 of each chunk; "" for a chunk of zeros."""
@@ -243,7 +253,10 @@ class Artifacts:
             data, size, digest = await finish_despite_cancellation(asyncio.to_thread(read, place))
             digests[number] = digest
             data_bytes[place.index] += size
-            if digest and digest not in layers:
+            if not digest:
+                transfer.chunks -= 1
+                return
+            if digest not in layers:
                 layers[digest] = None  # Another worker may have a chunk with the same data.
                 blob = await asyncio.to_thread(artifact.compress_chunk, data)
                 layer = artifact.describe_blob(blob, artifact.CHUNK_TYPE)
@@ -256,8 +269,12 @@ class Artifacts:
             transfer.transferred_bytes = client.sent_bytes
 
         await _for_each(enumerate(places), push)
-        contents = artifact.build_contents(
-            manifest, data_bytes, self._list_ancestors(snapshot), zip(places, digests, strict=True)
+        contents = await asyncio.to_thread(
+            artifact.build_contents,
+            manifest,
+            data_bytes,
+            self._list_ancestors(snapshot),
+            zip(places, digests, strict=True),
         )
         ordered_digests = dict.fromkeys(digest for digest in digests if digest)
         return contents, [layer for digest in ordered_digests if (layer := layers[digest]) is not None]
@@ -316,14 +333,15 @@ class Artifacts:
         pull = self._prepare_pull(artifact, signer, name)
         for each in pull.names if is_template else ():
             self._templates.require_available_name(each)
-        transfer = self._add_transfer(ArtifactTransfer("pull", str(parsed_reference), digest=artifact.digest))
-        transfer.chunks = len(pull.places)
+        transfer = ArtifactTransfer("pull", str(parsed_reference), digest=artifact.digest, chunks=len(pull.places))
         if is_planned:
             await self._pull(transfer, pull, login, is_template=is_template, is_planned=True)
             transfer.finish()
+            self._add_transfer(transfer)
         else:
             with self._names_reserved(pull, is_template=is_template):
                 pass  # Raise NameTaken now rather than in the background.
+            self._add_transfer(transfer)
             self._start(transfer, self._pull(transfer, pull, login, is_template=is_template))
         return transfer
 
@@ -354,7 +372,7 @@ class Artifacts:
         is_template: bool,
         is_planned: bool = False,
     ) -> None:
-        snapshot, manifest = pull.snapshot, pull.artifact.contents.manifest
+        snapshot = pull.snapshot
         set_memory_mode(snapshot.memory)
         if not is_template:
             snapshot.names = [*pull.names]
@@ -364,11 +382,29 @@ class Artifacts:
                 with self._kept_blobs.used(blobs):
                     await self._create_snapshot(transfer, pull, login, is_planned=is_planned)
             except BaseException:
-                if not is_planned:
+                if snapshot.id in self._index.snapshots:
+                    # It was cancelled when the snapshot was being committed, which is too late.
+                    await finish_despite_cancellation(
+                        self._complete_pull(transfer, pull, blobs, is_template=is_template)
+                    )
+                elif not is_planned:
                     await clean_up(log, asyncio.to_thread(self._kept_blobs.trim))
                 raise
-        if not is_planned:
-            await clean_up(log, asyncio.to_thread(self._kept_blobs.remove, blobs))
+        await finish_despite_cancellation(
+            self._complete_pull(transfer, pull, blobs, is_template=is_template, is_planned=is_planned)
+        )
+
+    async def _complete_pull(
+        self,
+        transfer: ArtifactTransfer,
+        pull: _Pull,
+        blobs: Collection[str],
+        *,
+        is_template: bool,
+        is_planned: bool = False,
+    ) -> None:
+        """Name the template that a pull has committed, and remove the blobs that it has used."""
+        snapshot, manifest = pull.snapshot, pull.artifact.contents.manifest
         if is_template and pull.names:
             try:
                 await self._templates.add_names(snapshot.id, pull.names)
@@ -377,6 +413,7 @@ class Artifacts:
                 raise
         transfer.snapshot_id = snapshot.id
         if not is_planned:
+            await clean_up(log, asyncio.to_thread(self._kept_blobs.remove, blobs))
             log.info("pulled", snapshot=snapshot.id, signer=pull.artifact.signer, release=manifest.release)
 
     async def _create_snapshot(
@@ -384,7 +421,7 @@ class Artifacts:
     ) -> None:
         manifest = pull.artifact.contents.manifest
         async with self._bases_opened(pull, is_planned=is_planned) as bases:
-            found_places = await finish_despite_cancellation(asyncio.to_thread(_find_chunks, pull, bases))
+            found_places = await _find_chunks(pull, bases)
             missing = await asyncio.to_thread(self._find_missing_layers, pull, found_places)
             disk_bytes = manifest.sum_data_bytes(memory=False)
             memory_bytes = sum(part.data_bytes for part in manifest.parts if part.name in pull.parts) - disk_bytes
@@ -474,7 +511,7 @@ class Artifacts:
         pending_import: PendingImport,
     ) -> None:
         """Write all chunks, each of which is checked."""
-        from sandbox_gateway.engine.transfer.artifact import decompress_chunk, list_data_runs
+        from sandbox_gateway.engine.transfer.artifact import compute_blob_digest, decompress_chunk, list_data_runs
 
         remaining_bytes = {part.name: part.data_bytes for part in pull.artifact.contents.manifest.parts}
 
@@ -486,12 +523,13 @@ class Artifacts:
                     return data
                 raise BackendFailed("a local snapshot changed while it was being read: repeat the pull")
             layer = pull.layers[digest]
-            try:
-                return decompress_chunk(self._kept_blobs.read(layer.digest), place.length, digest)
-            except Invalid:
-                # If the disk has damaged the blob, a repeated pull has to fetch it.
+            blob = self._kept_blobs.read(layer.digest)
+            if compute_blob_digest(blob) != layer.digest:
                 self._kept_blobs.discard(layer.digest)
-                raise
+                raise BackendFailed(
+                    "a chunk of an earlier pull was damaged on this host's disk, and has been removed: repeat the pull"
+                )
+            return decompress_chunk(blob, place.length, digest)
 
         def write(place: Place, digest: str) -> None:
             data = read(place, digest)
@@ -529,7 +567,8 @@ class Artifacts:
             log.warning("transfer failed", action=transfer.action, reference=transfer.reference, reason=error.message)
             transfer.finish(error)
         except asyncio.CancelledError:
-            transfer.finish(Conflict(f"the {transfer.action} was cancelled: repeat it"))
+            is_complete = transfer.action == "pull" and transfer.snapshot_id
+            transfer.finish(None if is_complete else Conflict(f"the {transfer.action} was cancelled: repeat it"))
             raise
         except Exception as error:
             log.error("transfer failed", exc_info=True, reference=transfer.reference)
@@ -556,17 +595,25 @@ async def _push_blob(client: RegistryClient, digest: str, data: bytes) -> bool:
     return True
 
 
-def _find_chunks(pull: _Pull, bases: Sequence[SnapshotSource]) -> dict[str, tuple[SnapshotSource, Place]]:
-    """Return the chunks that a local snapshot has at the same place, by the SHA-256 of their data. Blocks."""
-    found_places: dict[str, tuple[SnapshotSource, Place]] = {}
-    for place, digest in pull.places:
-        for base in bases if digest not in found_places else ():
+async def _find_chunks(pull: _Pull, bases: Sequence[SnapshotSource]) -> dict[str, tuple[SnapshotSource, Place]]:
+    """Return the chunks that a local snapshot has at the same place, by the SHA-256 of their data."""
+
+    def find_base(place: Place, digest: str) -> SnapshotSource | None:
+        for base in bases:
             if base.sizes.get(place.part, 0) < place.offset + place.length:
                 continue
             data = base.read(place.part, place.offset, place.length)
             if hashlib.sha256(data).hexdigest() == digest:
+                return base
+        return None
+
+    found_places: dict[str, tuple[SnapshotSource, Place]] = {}
+    # The bases can be large, so a cancellation takes effect after each chunk.
+    for place, digest in pull.places if bases else ():
+        if digest not in found_places:
+            base = await finish_despite_cancellation(asyncio.to_thread(find_base, place, digest))
+            if base is not None:
                 found_places[digest] = base, place
-                break
     return found_places
 
 

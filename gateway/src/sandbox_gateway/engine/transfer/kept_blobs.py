@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import os
 import secrets
+import threading
 import time
 from collections import Counter
 from collections.abc import Iterable, Iterator
@@ -29,6 +30,8 @@ class KeptBlobs:
         self._directory = directory
         self._max_bytes = max_bytes
         self._users: Counter[str] = Counter()
+        self._lock = threading.Lock()
+        """Held while a blob that no pull uses is removed, so that no pull begins to use it meanwhile."""
 
     def open(self) -> None:
         """Remove partial files, and the blobs that exceed the limits."""
@@ -42,12 +45,14 @@ class KeptBlobs:
     def used(self, digests: Iterable[str]) -> Iterator[None]:
         """Prevent ``trim`` and ``remove`` from removing these blobs inside this context."""
         digests = set(digests)
-        self._users.update(digests)
+        with self._lock:
+            self._users.update(digests)
         try:
             yield
         finally:
-            self._users.subtract(digests)
-            self._users += Counter()
+            with self._lock:
+                self._users.subtract(digests)
+                self._users += Counter()
 
     def has(self, digest: str, size: int) -> bool:
         try:
@@ -76,8 +81,7 @@ class KeptBlobs:
         """Remove the blobs among ``digests`` that no pull uses."""
         with translated_os_errors(str(self._directory)):
             for digest in digests:
-                if not self._users[digest]:
-                    self._path(digest).unlink(missing_ok=True)
+                self._remove_unused(digest)
 
     def discard(self, digest: str) -> None:
         """Remove a blob that is damaged."""
@@ -87,14 +91,25 @@ class KeptBlobs:
     def trim(self) -> None:
         """Remove the blobs that no pull uses or has used for a day, and the oldest ones that exceed the maximum."""
         with translated_os_errors(str(self._directory)):
-            entries = [(path, path.stat()) for path in self._directory.iterdir() if not path.name.startswith(".")]
+            entries = []
+            for path in self._directory.iterdir():
+                # A pull that has just finished may remove the file.
+                with contextlib.suppress(FileNotFoundError):
+                    if not path.name.startswith("."):
+                        entries.append((path, path.stat()))
             kept_bytes = 0
             for path, status in sorted(entries, key=lambda entry: entry[1].st_mtime, reverse=True):
-                if self._users[f"sha256:{path.name}"]:
+                digest = f"sha256:{path.name}"
+                if self._users[digest]:
                     continue
                 kept_bytes += status.st_size
                 if kept_bytes > self._max_bytes or time.time() - status.st_mtime > _MAX_UNUSED_SECONDS:
-                    path.unlink(missing_ok=True)
+                    self._remove_unused(digest)
+
+    def _remove_unused(self, digest: str) -> None:
+        with self._lock:
+            if not self._users[digest]:
+                self._path(digest).unlink(missing_ok=True)
 
     def _path(self, digest: str) -> Path:
         return self._directory / digest.removeprefix("sha256:")

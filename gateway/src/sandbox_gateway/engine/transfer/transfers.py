@@ -103,8 +103,9 @@ class Transfers:
         """Raise Unsupported if a file or an artifact cannot contain all of the snapshot."""
         if snapshot.volumes:
             raise Unsupported(
-                f"snapshot {snapshot.id} includes volumes, which its file cannot contain: take a snapshot of the "
-                "sandbox without volumes, and export that. To export a volume, take a snapshot of the volume"
+                f"snapshot {snapshot.id} includes volumes, which neither a file nor an artifact can contain: take a "
+                "snapshot of the sandbox without volumes, and use that. To export a volume, take a snapshot of the "
+                "volume"
             )
 
     async def export_volume(self, ref: str, snapshot_ref: str) -> Export:
