@@ -59,7 +59,7 @@ def find_artifact(client: Client, reference: str) -> Artifact | None:
 
 def replace_tag(reference: str, digest: str) -> str:
     """Return REGISTRY/REPOSITORY@DIGEST for REGISTRY/REPOSITORY with a tag or a digest."""
-    path, _, name = reference.partition("@")[0].rpartition("/")
+    path, name = reference.partition("@")[0].rsplit("/", 1)
     return f"{path}/{name.partition(':')[0]}@{digest}"
 
 
