@@ -330,7 +330,7 @@ class Artifacts:
                 f"{artifact.contents.manifest.kind} pull`"
             )
         signer = self._transfers.require_trusted(artifact.public_key, trusted_fingerprints)
-        pull = self._prepare_pull(artifact, signer, name)
+        pull = await self._prepare_pull(artifact, signer, name)
         for each in pull.names if is_template else ():
             self._templates.require_available_name(each)
         transfer = ArtifactTransfer("pull", str(parsed_reference), digest=artifact.digest, chunks=len(pull.places))
@@ -345,17 +345,14 @@ class Artifacts:
             self._start(transfer, self._pull(transfer, pull, login, is_template=is_template))
         return transfer
 
-    def _prepare_pull(self, artifact: Artifact, signer: str, name: str | None) -> _Pull:
-        from sandbox_gateway.engine.transfer.artifact import match_layers
-
+    async def _prepare_pull(self, artifact: Artifact, signer: str, name: str | None) -> _Pull:
         manifest = artifact.contents.manifest
         self._host.check_encoding(manifest.encoding)
         snapshot = self._transfers.create_record(manifest, signer)
         has_memory = snapshot.memory is not MemoryMode.NONE
         parts = manifest.get_part_sizes(memory=has_memory)
-        places = [(place, digest) for place, digest in artifact.contents.iterate_chunks() if place.part in parts]
-        all_layers = match_layers(artifact.contents, artifact.index)
-        layers = {digest: all_layers[digest] for _, digest in places}
+        # A guest can fragment its disk into millions of extents.
+        places, layers = await asyncio.to_thread(_list_chunks, artifact, parts)
         return _Pull(artifact, snapshot, [name] if name else manifest.names, parts, places, layers)
 
     def _names_reserved(self, pull: _Pull, *, is_template: bool) -> contextlib.AbstractContextManager[None]:
@@ -585,6 +582,17 @@ async def _read_artifact(client: RegistryClient, reference: ArtifactReference) -
     config = await client.get_blob(index.config.digest, index.config.size)
     signed = await asyncio.to_thread(parse_config, config)
     return Artifact(reference, compute_blob_digest(text), signed.contents, index, signed.public_key)
+
+
+def _list_chunks(
+    artifact: Artifact, parts: Container[SnapshotPart]
+) -> tuple[list[tuple[Place, str]], dict[str, Descriptor]]:
+    """Return the ``places`` and ``layers`` of a ``_Pull`` of ``parts``. Blocks."""
+    from sandbox_gateway.engine.transfer.artifact import match_layers
+
+    places = [(place, digest) for place, digest in artifact.contents.iterate_chunks() if place.part in parts]
+    all_layers = match_layers(artifact.contents, artifact.index)
+    return places, {digest: all_layers[digest] for _, digest in places}
 
 
 async def _push_blob(client: RegistryClient, digest: str, data: bytes) -> bool:
