@@ -230,7 +230,7 @@ EXAMPLES = r"""
 
 - name: Create a snapshot that a different gateway has pushed
   grove.sandbox.sandbox_snapshot:
-    name: before-upgrade
+    name: pulled
     pull_from: registry.example/team/env:before
     trust: ["{{ pushing_gateway_fingerprint }}"]
 

@@ -4,17 +4,22 @@ from __future__ import annotations
 
 import ast
 import json
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
 
+from tests.api import test_artifacts
+from tests.api.test_artifacts import Registry
 from tests.collection.runner import Target, Task
+from tests.support.faulty_gateway import TEMPLATE, running_gateway
 from tests.support.session import REPOSITORY
 
 MODULE_FILES = sorted((REPOSITORY / "plugins" / "modules").glob("*.py"))
 IMAGE_PATH = "/srv/images/base.tar.zst"
+REGISTRY = "registry.example"
 EXPORTED_FILE_PATHS = ("/srv/before-upgrade.snapshot", "/srv/code-tuesday.volume")
 SETUP_TASKS: dict[str, list[Task]] = {
     "sandbox": [{"grove.sandbox.sandbox_volume": {"name": "data"}}],
@@ -58,20 +63,56 @@ def load_examples(module: Path) -> list[Task]:
     raise AssertionError(f"{module.name} has no examples")
 
 
+@pytest.fixture(scope="module")
+def registry(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Registry]:
+    registry = Registry(tmp_path_factory.mktemp("registry"))
+    registry.start()
+    yield registry
+    registry.kill()
+
+
+@pytest.fixture
+def snapshot_target(registry: Registry, tmp_path: Path) -> Iterator[Target]:
+    """The target that uses a gateway with a registry. It also accepts files."""
+    with test_artifacts.running_gateway(tmp_path / "gateway", registry) as gateway:
+        yield Target(gateway.unix_url, tmp_path)
+
+
+@pytest.fixture
+def template_target(registry: Registry, tmp_path: Path) -> Iterator[Target]:
+    """The target that uses a gateway with a registry, which contains a template."""
+    section = {"allowed": [registry.address], "plain_http": [registry.address]}
+    with running_gateway(registry=section) as gateway:
+        target = Target(gateway.url, tmp_path, template=TEMPLATE)
+        reference = f"{registry.address}/team/python:3.12"
+        transfer = target.client.post(f"/templates/{TEMPLATE}/push", {"reference": reference})
+        while transfer["status"] == "running":
+            transfer = target.client.get(f"/transfers/{transfer['transferID']}")
+        assert transfer["status"] == "ready", transfer
+        yield target
+
+
 @pytest.mark.parametrize("module", MODULE_FILES, ids=lambda module: module.stem)
-def test_examples_succeed_and_change_something(request: pytest.FixtureRequest, tmp_path: Path, module: Path) -> None:
+def test_examples_succeed_and_change_something(
+    request: pytest.FixtureRequest, tmp_path: Path, registry: Registry, module: Path
+) -> None:
     # The gateway of `memory_target` forwards only JSON, so no files.
-    has_files = module.stem in ("sandbox_snapshot", "sandbox_volume")
-    target: Target = request.getfixturevalue("plan_target" if has_files else "memory_target")
+    fixture_names = {
+        "sandbox_snapshot": "snapshot_target",
+        "sandbox_template": "template_target",
+        "sandbox_volume": "plan_target",
+    }
+    target: Target = request.getfixturevalue(fixture_names.get(module.stem, "memory_target"))
     setup_tasks = SETUP_TASKS.get(module.stem, [])
     image_file = tmp_path / "base.tar.zst"
     image_file.touch()
-    text = json.dumps(load_examples(module))
+    text = json.dumps(load_examples(module)).replace(REGISTRY, registry.address)
     # The gateway reads the image of a template to detect changes.
     text = text.replace(IMAGE_PATH, str(image_file))
     for path in EXPORTED_FILE_PATHS:
         text = text.replace(path, str(tmp_path / Path(path).name))
-    variables = {"exporting_gateway_fingerprint": target.client.get("/signer")["fingerprint"]}
+    fingerprint = target.client.get("/signer")["fingerprint"]
+    variables = {"exporting_gateway_fingerprint": fingerprint, "pushing_gateway_fingerprint": fingerprint}
     results = target.play(*setup_tasks, *json.loads(text), keywords={"vars": variables})
     for result in results:
         assert not result.get("failed"), result["msg"]

@@ -77,6 +77,8 @@ class FaultyHost(MemoryHost):
 class FaultyGateway:
     """A gateway behind a proxy at ``url``. ``calls``: (method, target) of each request to the proxy.
 
+    ``sections``: sections of the gateway's configuration.
+
     ``token``: the only key that the proxy accepts, or "" if no key is needed. ``version``: the version that the proxy
     reports instead of the gateway's, unless empty.
 
@@ -87,11 +89,11 @@ class FaultyGateway:
     ``rewrite``, see their types.
     """
 
-    def __init__(self, root: Path) -> None:
+    def __init__(self, root: Path, **sections: dict[str, Any]) -> None:
         self._lock = threading.Lock()
         self._thread_local = threading.local()
         self._forget_faults()
-        self._gateway = memory_gateway.MemoryGateway(root, FaultyHost(), log={"level": "warning"})
+        self._gateway = memory_gateway.MemoryGateway(root, FaultyHost(), log={"level": "warning"}, **sections)
         self._gateway.build_template(TEMPLATE)
         self._api_fields = _ApiFields(self.request("GET", "/openapi.json"))
         self._handler = type("Handler", (_Handler,), {"gateway": self})
@@ -261,9 +263,9 @@ class FaultyGateway:
 
 
 @contextlib.contextmanager
-def running_gateway() -> Iterator[FaultyGateway]:
+def running_gateway(**sections: dict[str, Any]) -> Iterator[FaultyGateway]:
     with tempfile.TemporaryDirectory(prefix="grove-faulty-") as root:
-        gateway = FaultyGateway(Path(root))
+        gateway = FaultyGateway(Path(root), **sections)
         try:
             yield gateway
         finally:
