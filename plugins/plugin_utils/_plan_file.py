@@ -94,14 +94,17 @@ def remove(path: str) -> None:
 
 
 def _require_replaceable(path: Path) -> None:
-    """Raise Failure if a file exists that is neither a plan nor empty. Raises OSError."""
+    """Raise Failure if something exists at ``path`` that is neither a plan, even an incomplete one, nor an empty file.
+
+    Raises OSError.
+    """
     if not path.exists():
         return
     start = b""
     if path.is_file():
         with path.open("rb") as file:
             start = file.read(len(_PLAN_START))
-    if not path.is_file() or start not in (b"", _PLAN_START):
+    if not path.is_file() or not _PLAN_START.startswith(start):
         raise Failure(f"{str(path)!r} exists, but is not a plan, so it is kept: set plan_file to a different file")
 
 

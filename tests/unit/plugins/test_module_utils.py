@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import pytest
@@ -117,7 +118,10 @@ def test_a_key_with_a_line_break_is_refused_without_showing_it() -> None:
 
 
 def test_references_are_quoted_in_paths() -> None:
-    assert quote_segment("a/../b?c") == "a%2F..%2Fb%3Fc"
+    assert quote_segment("a@b?c") == "a%40b%3Fc"
+    for ref in ("a/../b", "..", "."):
+        with pytest.raises(Failure, match=f"'{re.escape(ref)}' is not a valid name or id: use the name or id of an"):
+            quote_segment(ref)
 
 
 def test_secrets_are_masked() -> None:

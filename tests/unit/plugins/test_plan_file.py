@@ -86,7 +86,7 @@ def test_lifetimes_that_are_not_allowed_are_refused(lifetime_seconds: int) -> No
 
 def test_a_saved_plan_can_be_loaded(tmp_path: Path) -> None:
     path, document = tmp_path / "plan.json", make_document()
-    path.write_text("an old plan")
+    path.write_text('{"created_at":"of an old plan')
     path.chmod(0o644)
     _plan_file.save(str(path), document)
     assert _plan_file.load(str(path)) == document == json.loads(path.read_text())
@@ -144,7 +144,8 @@ def test_a_plan_expires_until_a_run_has_begun_to_apply_it(
 
 def test_a_plan_that_cannot_be_saved_leaves_the_file_unchanged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path, document = tmp_path / "plan.json", make_document()
-    path.write_text("an old plan")
+    _plan_file.save(str(path), document)
+    old_text = path.read_text()
     with pytest.raises(Failure, match=r"entries\[0\].host must be a non-empty string, not 3. Report this bug"):
         _plan_file.save(str(path), set_value(document, "entries/0/host", 3))
 
@@ -160,7 +161,7 @@ def test_a_plan_that_cannot_be_saved_leaves_the_file_unchanged(tmp_path: Path, m
     with pytest.raises(Failure, match=r"No such file or directory"):
         monkeypatch.undo()
         _plan_file.save(str(tmp_path / "none" / "plan.json"), document)
-    assert path.read_text() == "an old plan" and [*tmp_path.iterdir()] == [path]
+    assert path.read_text() == old_text and [*tmp_path.iterdir()] == [path]
 
 
 WRONG_VALUES: dict[str, tuple[Any, ...]] = {
@@ -311,6 +312,7 @@ def test_expired_plans_are_refused() -> None:
 @given(data=st.data())
 def test_damaged_files_are_always_refused(data: st.DataObject, tmp_path_factory: pytest.TempPathFactory) -> None:
     path = tmp_path_factory.getbasetemp() / "damaged.json"
+    path.unlink(missing_ok=True)
     _plan_file.save(str(path), make_document())
     content = bytearray(path.read_bytes())
     position = data.draw(st.integers(0, len(content) - 1))
