@@ -33,7 +33,8 @@ def gateway(tmp_path_factory: pytest.TempPathFactory, registry: Registry) -> Ite
 
 
 def test_a_snapshot_is_pushed_and_pulled(run: Run, gateway: MemoryGateway, registry: Registry) -> None:
-    reference, url = f"{registry.address}/team/env:before", gateway.unix_url
+    # No other test may push the same chunks to this repository.
+    reference, url = f"{registry.address}/team/counted:before", gateway.unix_url
     outcome = check_success(run("snapshot", "push", "taken", reference, url=url))
     assert (
         outcome.out.startswith(f"{reference}@sha256:") and "bytes sent, 2 of 5 chunks were already there" in outcome.out
