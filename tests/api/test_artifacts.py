@@ -556,8 +556,9 @@ def test_an_interrupted_transfer_continues_where_it_was(
         assert client.get("/artifacts", params={"reference": reference}).status_code == 404
         transfer = push(client, "taken", reference)
         total_bytes = sum(path.stat().st_size for path in own_registry.list_blobs().values())
-        # Each worker may have sent a part of one blob in vain.
-        assert total_bytes <= interrupted_bytes + transfer["transferredBytes"] <= total_bytes + 9 * MIB
+        sent_bytes = interrupted_bytes + transfer["transferredBytes"]
+        # Each worker may have sent a part of one blob in vain, or a blob whose receipt was not confirmed.
+        assert total_bytes - 4 * MIB <= sent_bytes <= total_bytes + 9 * MIB
         assert transfer["chunksReused"] >= 5
         client.delete("/sandboxes/source").raise_for_status()
         client.delete("/snapshots/taken").raise_for_status()
