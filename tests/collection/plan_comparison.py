@@ -181,7 +181,9 @@ class PlanComparison:
 
     def _check_text(self, planned: str, actual: str, key: str, context: Any) -> None:
         if PLANNED_ID_PREFIX in planned:
-            self._check_ids_in_text(planned, actual, context)
+            # A run with a plan quotes the messages of predicted failures, which contain planned ids.
+            if not (self._has_approved_plan and planned == actual):
+                self._check_ids_in_text(planned, actual, context)
             self._counts.unknown["ids"] += 1
         elif ID_PATTERN.fullmatch(planned):
             self._check_id(planned, actual, context)
