@@ -224,8 +224,10 @@ class JailZfsWorld:
     def read_properties(self, config: Config) -> list[str]:
         zfs_core.sync(config.jail_zfs.dataset)
         output = pools.run("zfs", "get", "-Hrp", "-o", "name,property,value,source", "all", config.jail_zfs.dataset)
-        # How much space is available depends on everything else in the pool.
-        return [line for line in output.stdout.splitlines() if line.split("\t")[1] != "available"]
+        # How much space is available depends on everything else in the pool. The time of the last snapshot also changes
+        # when a temporary snapshot shows whether a sandbox has diverged (docs/plans.md).
+        ignored = ("available", "snapshots_changed")
+        return [line for line in output.stdout.splitlines() if line.split("\t")[1] not in ignored]
 
     def list_jail_names(self, config: Config) -> list[str]:
         mount_point = str(self.get_mount_point(config))
