@@ -131,6 +131,8 @@ class Client:
         """The gateway's id, known after ``enter_plan``, ``enter_run`` or ``require_version``."""
         self.typical_costs: dict[str, Any] | None = None
         """The costs of recent captures, known after ``enter_plan``; None if there were none."""
+        self.may_change = True
+        """False in a plan session if the same key may not make the session's changes."""
         self.known_objects: dict[str, Any] = {}
         """The last state of each object that this client has read, by path; None if the object does not exist."""
         self.requested_paths: set[str] = set()
@@ -157,6 +159,7 @@ class Client:
                 return False
             raise
         self.gateway_id, self.typical_costs = plan.get("gatewayID") or "", plan.get("typical")
+        self.may_change = plan.get("mayChange") is not False
         key = f"{self.gateway_id}/{plan['planID']}"
         if (opened_at or {}).get(key, plan["openedAt"]) != plan["openedAt"]:
             raise Failure(

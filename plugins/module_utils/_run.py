@@ -67,6 +67,7 @@ _USER_KEYS = ("metadata", "envVars")
 _REMOVED_KEYS = ("name", "description", "source_sandbox_id", "status", "volumes")
 """The keys with which an entry describes a snapshot that a retention rule removes."""
 _RACE_WAIT_SECONDS = 0.2
+_CONDITION_ON_KEY = "only if the run uses a key with the scope admin"
 CONDITIONAL_OPTIONS = ("when_changed", "unless_clean")
 """Options with which a task captures or rolls back a sandbox only if it has diverged, which only the run can know."""
 
@@ -456,7 +457,11 @@ class _Run:
             reads=dict(reads),
             created={name: id for name, id in self._find_created_ids(planned_shapes).items() if is_planned_id(id)},
             costs=costs,
-            unknown=[*dict.fromkeys(each.condition for each in conditional_steps), *unknown_costs],
+            unknown=[
+                *([] if self.client.may_change or not self.planned_actions else [_CONDITION_ON_KEY]),
+                *dict.fromkeys(each.condition for each in conditional_steps),
+                *unknown_costs,
+            ],
             failure=result.get("failure"),
         )
         return {**result, PLAN_KEY: entry}

@@ -27,7 +27,7 @@ from sandbox_gateway.hosts.base import Log
 from sandbox_gateway.image_references import RegistryLogin
 from sandbox_gateway.recipes import Recipe
 from sandbox_gateway.records import Snapshot
-from tests.api.memory_gateway import MemoryGateway
+from tests.api.memory_gateway import ADMIN_KEY, READ_KEY, MemoryGateway
 from tests.api.memory_host import DependentSnapshotsHost, MemoryHost
 from tests.unit.plugins.test_plans import RESOURCE_KINDS, run_task
 
@@ -64,15 +64,15 @@ def copy_monday_snapshot(client: Client) -> None:
     assert run_task(client, "volume", {"name": ["copy"], "from_snapshot": "data@monday"})["changed"]
 
 
-def make_plan(gateway: MemoryGateway, *tasks: Task) -> list[dict[str, Any]]:
-    """Return the entries of a plan file, as read back from JSON."""
-    planner = Client(gateway.unix_url)
+def make_plan(gateway: MemoryGateway, *tasks: Task, key: str = "") -> list[dict[str, Any]]:
+    """Return the entries of a plan file, as read back from JSON. Without a ``key``, connects as the administrator."""
+    planner = Client(gateway.url, key) if key else Client(gateway.unix_url)
     try:
         assert planner.enter_plan(f"approved-plan-{next(_runs):06}")
         entries = [run_task(planner, kind, params, check=True)[PLAN_KEY] for kind, params in tasks]
     finally:
         planner.close()
-        with gateway.client() as client:
+        with gateway.client(key or None) as client:
             client.delete(f"/plans/{planner.plan_id}").raise_for_status()
     return json.loads(json.dumps(entries))
 
@@ -523,6 +523,17 @@ def test_planned_ids_stand_for_the_ids_of_the_run(gateway: MemoryGateway, client
     }
     assert "replaced" in apply_task(client, remove_task, *entries, state=state_of_other_object)["msg"]
     assert apply_task(client, remove_task, *entries, state=state)["changed"]
+
+
+@pytest.mark.parametrize(
+    ("key", "condition"), [(READ_KEY, ["only if the run uses a key with the scope admin"]), (ADMIN_KEY, [])]
+)
+def test_a_plan_says_that_its_key_may_not_make_the_changes(
+    gateway: MemoryGateway, client: Client, key: str, condition: list[str]
+) -> None:
+    task = ("sandbox", {"name": ["box"], "template": "base"})
+    entries = make_plan(gateway, task, task, key=key)
+    assert [entry["unknown"] for entry in entries] == [condition, []], "the second task changes nothing"
 
 
 @pytest.mark.parametrize("option", ["env", "metadata"])

@@ -11,7 +11,7 @@ from typing import Annotated
 
 from fastapi import APIRouter, Path, Request
 
-from sandbox_gateway.api.access.auth import get_caller
+from sandbox_gateway.api.access.auth import Permission, get_caller
 from sandbox_gateway.api.native import requests, shapes
 from sandbox_gateway.engine.plans.sessions import PlanSession, PlanSessions
 
@@ -25,17 +25,17 @@ async def open_session(request: Request, body: requests.OpenPlan) -> shapes.Plan
     session = _get_sessions(request).open(_get_owner(request), body.run)
     # Builds in progress end immediately in a session, and the first task must see their templates.
     await session.engine.background.wait(_BUILD_TIMEOUT_SECONDS)
-    return _describe_session(session)
+    return _describe_session(request, session)
 
 
 @router.get("/plans", summary="List the plan sessions of this key")
 async def list_sessions(request: Request) -> list[shapes.PlanShape]:
-    return [_describe_session(each) for each in _get_sessions(request).list(_get_owner(request))]
+    return [_describe_session(request, each) for each in _get_sessions(request).list(_get_owner(request))]
 
 
 @router.get("/plans/{id}", summary="Show a plan session")
 async def show(request: Request, id: PlanId) -> shapes.PlanShape:
-    return _describe_session(_get_sessions(request).get(_get_owner(request), id))
+    return _describe_session(request, _get_sessions(request).get(_get_owner(request), id))
 
 
 @router.delete("/plans/{id}", status_code=204, summary="End a plan session")
@@ -52,12 +52,13 @@ def _get_owner(request: Request) -> str:
     return get_caller(request.scope).name
 
 
-def _describe_session(session: PlanSession) -> shapes.PlanShape:
+def _describe_session(request: Request, session: PlanSession) -> shapes.PlanShape:
     return shapes.PlanShape(
         plan_id=session.id,
         opened_at=session.opened_at,
         objects=session.id_count,
         gateway_id=session.engine.secret.gateway_id,
+        may_change=get_caller(request.scope).permission >= Permission.ADMIN,
         typical=_compute_typical_costs(session),
     )
 

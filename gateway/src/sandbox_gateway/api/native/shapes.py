@@ -357,6 +357,7 @@ class PlanShape(Shape):
     opened_at: datetime
     objects: int = Field(description="Number of ids that the session has created.")
     gateway_id: str = Field(description="Identifies the gateway. It never changes.")
+    may_change: bool = Field(description="Whether the key would also be allowed to change the host.")
     typical: CaptureCostsShape | None = Field(description="Costs of recent captures; null: there are none.")
 
 
