@@ -118,6 +118,21 @@ def test_values_that_only_a_run_can_determine_are_omitted(sandbox: dict[str, Any
     assert plan.get("/sandboxes/a", params={"diverged": True}).json().get("diverged") is None
 
 
+def test_the_dataset_of_a_volume_that_is_rolled_back_is_unknown(
+    api: httpx.Client, memory_gateway: MemoryGateway, start_plan: Callable[[str | None], httpx.Client]
+) -> None:
+    """A jail host may create a new one."""
+    api.post("/volumes", json={"name": "data", "sizeMB": 64}).raise_for_status()
+    api.post("/volumes/data/snapshots", json={"name": "one"}).raise_for_status()
+    volume = memory_gateway.engine.volumes.get("data")
+    volume.host["dataset"] = "tank/data"
+    plan = start_plan(None)
+    assert plan.get("/volumes/data").json()["dataset"] == "tank/data"
+    plan.post("/volumes/data/rollback", json={"snapshot": "one"}).raise_for_status()
+    assert plan.get("/volumes/data").json().get("dataset") is None
+    assert api.get("/volumes/data").json()["dataset"] == "tank/data"
+
+
 def test_a_session_changes_no_metrics_except_those_of_requests(
     api: httpx.Client, sandbox: dict[str, Any], plan: httpx.Client
 ) -> None:

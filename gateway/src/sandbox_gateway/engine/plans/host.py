@@ -252,6 +252,8 @@ class PlannedHost:
         pass
 
     async def rollback_volume(self, volume: Volume, snapshot: VolumeSnapshot) -> None:
+        # A jail host may create a new dataset for the volume.
+        volume.host.pop("dataset", None)
         self._charge(_measure(volume))
 
     async def open_volume_snapshot(self, snapshot: VolumeSnapshot) -> PartSource:
