@@ -559,24 +559,16 @@ class Approval:
             raise _create_unplanned_error(
                 f"{_describe_path(path)} did not exist when the plan was made, but exists now"
             )
-        planned_ident = _parse_version(planned).get("id", "")
-        if not actual and (
-            matching.is_pending(planned_ident)
-            or (planned_ident == _NEW_MARKER and make_volume_key(name) not in matching.bindings)
-        ):
-            raise _create_unplanned_error(
-                f"{_describe_path(path)} does not exist, because this run has not carried out the task that creates it"
-            )
-        if not actual:
-            change = self._describe_disappearance(path, planned, matching)
-            raise _create_unplanned_error(f"{_describe_path(path)} has been {change} since the plan was made")
         planned_parts, actual_parts = _parse_version(planned), _parse_version(actual)
+        planned_ident = planned_parts.get("id", "")
+        if not actual:
+            raise self._create_missing_error(path, planned_ident, matching)
         if "entries" in planned_parts:
             self._check_snapshots(entry, path, planned_parts["entries"], actual_parts.get("entries", ""), matching)
             if "clones" in planned_parts and "clones" in actual_parts:
                 self._check_clones(path, planned_parts["clones"], actual_parts["clones"], matching)
             return
-        planned_ident, actual_ident = planned_parts.get("id", ""), actual_parts.get("id", "")
+        actual_ident = actual_parts.get("id", "")
         if planned_ident == _NEW_MARKER:
             is_same = matching.bindings.get(make_volume_key(name)) == actual_ident
         else:
@@ -590,8 +582,9 @@ class Approval:
                 f"{planned_number})"
             )
         if "users" in planned_parts and "users" in actual_parts:
-            users = [set(parts["users"].split(",")) - {""} for parts in (planned_parts, actual_parts)]
-            self._check_members(f"the users of {_describe_path(path)}", *users, self._created_names, matching)
+            texts = planned_parts["users"], insert_planned_ids(actual_parts["users"], matching.bindings)
+            users = [set(text.split(",")) - {""} for text in texts]
+            self._check_members(f"the users of {_describe_path(path)}", *users, self._created_names)
         if "mounts" in planned_parts and "mounts" in actual_parts:
             mounts = insert_planned_ids(actual_parts["mounts"], matching.bindings)
             self._check_mounts(path, planned_parts["mounts"], mounts)
@@ -610,23 +603,31 @@ class Approval:
                 f"{_describe_path(path)} has been mounted since the plan was made ({', '.join(other_names)})"
             )
 
-    def _describe_disappearance(self, path: str, planned: str, matching: _Matching) -> str:
-        """Return how the object lost its name. ``planned``: its version when the plan was made."""
-        ident = _parse_version(planned).get("id", "")
-        ident = matching.bindings.get(ident, ident)
+    def _create_missing_error(self, path: str, planned_ident: str, matching: _Matching) -> Failure:
+        """Return the error for an object that has lost its name, or that the run has not created.
+
+        ``planned_ident``: its id when the plan was made.
+        """
+        subject = _describe_path(path)
+        is_new_volume = planned_ident == _NEW_MARKER
+        if matching.is_pending(planned_ident) or (
+            is_new_volume and make_volume_key(path.rpartition("/")[2]) not in matching.bindings
+        ):
+            return _create_unplanned_error(
+                f"{subject} does not exist, because this run has not carried out the task that creates it"
+            )
+        ident = matching.bindings.get(planned_ident, planned_ident)
         has_id = not path.startswith("/volumes/") and _REAL_ID_PATTERN.fullmatch(ident)
         if has_id and self._read_version(f"{path.rpartition('/')[0]}/{ident}"):
-            return f"renamed (its id is {ident})"
-        return "removed"
+            return _create_unplanned_error(f"{subject} has been renamed (its id is {ident}) since the plan was made")
+        return _create_unplanned_error(f"{subject} has been removed since the plan was made")
 
     def _check_snapshots(self, entry: Entry, path: str, planned: str, actual: str, matching: _Matching) -> None:
         """Compare the snapshots of a volume, which are ``name:id`` pairs."""
         subject = f"the snapshots of {_describe_path(path)}"
         volume = path.split("/")[2]
         planned_snapshots = _parse_pairs(planned)
-        actual_snapshots = {
-            insert_planned_ids(name, matching.bindings): ident for name, ident in _parse_pairs(actual).items()
-        }
+        actual_snapshots = matching.parse_pairs(actual)
         used_names = {name for name in planned_snapshots if _uses_snapshot(entry, volume, name)}
         pending_names = {name for name, ident in planned_snapshots.items() if matching.is_pending(ident)} - used_names
         for name in planned_snapshots.keys() & actual_snapshots.keys():
@@ -639,29 +640,23 @@ class Approval:
                 f"{subject} have changed since the plan was made ({', '.join(sorted(missing_names))})"
             )
         members = ({f"{volume}@{name}" for name in names} for names in (planned_snapshots, actual_snapshots))
-        self._check_members(subject, *members, {f"{volume}@{name}" for name in pending_names}, matching)
+        self._check_members(subject, *members, {f"{volume}@{name}" for name in pending_names})
 
     def _check_clones(self, path: str, planned: str, actual: str, matching: _Matching) -> None:
         """Compare the volumes that were created from the snapshots of a volume, which are ``name:id of snapshot``."""
         subject = f"the clones of {_describe_path(path)}"
-        planned_clones = _parse_pairs(planned)
-        actual_clones = {
-            insert_planned_ids(name, matching.bindings): ident for name, ident in _parse_pairs(actual).items()
-        }
+        planned_clones, actual_clones = _parse_pairs(planned), matching.parse_pairs(actual)
         for name in planned_clones.keys() & actual_clones.keys():
             snapshot_ids = planned_clones[name], actual_clones[name]
             if not matching.is_pending(snapshot_ids[0]) and not matching.match_text(*snapshot_ids):
                 raise _create_unplanned_error(f"{subject} have changed since the plan was made ({name})")
-        self._check_members(subject, planned_clones.keys(), actual_clones.keys(), self._created_names, matching)
+        self._check_members(subject, planned_clones.keys(), actual_clones.keys(), self._created_names)
 
-    def _check_members(
-        self, subject: str, planned: Set[str], actual: Set[str], pending_names: Set[str], matching: _Matching
-    ) -> None:
+    def _check_members(self, subject: str, planned: Set[str], actual: Set[str], pending_names: Set[str]) -> None:
         """Compare names that belong to an object. Other hosts of the run may already have made or removed theirs.
 
         ``pending_names``: planned ones that the run may not have made yet.
         """
-        actual = {insert_planned_ids(name, matching.bindings) for name in actual}
         added_names = actual - planned - self._created_names
         removed_names = planned - actual - pending_names - self._removed_names
         # A volume snapshot that belongs to a sandbox snapshot has the sandbox snapshot's id.
@@ -754,6 +749,10 @@ class _Matching:
             if is_planned_id(planned_id):
                 result = {key: text.replace(real_id, planned_id) for key, text in result.items()}
         return result
+
+    def parse_pairs(self, actual: str) -> dict[str, str]:
+        """Return the values of a run by name, as ``_parse_pairs`` does, with planned ids in the names."""
+        return {insert_planned_ids(name, self.bindings): value for name, value in _parse_pairs(actual).items()}
 
     def is_pending(self, ident: str) -> bool:
         """Return whether a planned id stands for an object that the run has to create, but has not recorded yet."""

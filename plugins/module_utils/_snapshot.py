@@ -357,6 +357,16 @@ def _require_transferable(have: CurrentState) -> None:
         raise have.transfer_failure
 
 
+def _require_no_volumes(name: str, current_view: Mapping[str, Any], container: str, remedy: str) -> None:
+    """Raise Failure if a snapshot includes volumes, which neither a file nor an artifact can contain."""
+    if current_view["volumes"]:
+        raise Failure(
+            f"snapshot {name!r} includes volumes, which {container} cannot contain: take a snapshot without volumes, "
+            f"and {remedy}",
+            "unsupported",
+        )
+
+
 def _plan_export(
     want: DesiredState,
     have: CurrentState,
@@ -367,12 +377,7 @@ def _plan_export(
     """Plan to export a snapshot, unless the file already contains it. ``current_shape`` is None for a new snapshot."""
     if not want.export_to:
         return []
-    if current_view["volumes"]:
-        raise Failure(
-            f"snapshot {name!r} includes volumes, which a file cannot contain: take a snapshot without volumes, and "
-            "export that one",
-            "unsupported",
-        )
+    _require_no_volumes(name, current_view, "a file", "export that one")
     _require_transferable(have)
     if current_shape is not None and have.file is not None and _is_exported(current_shape, have.file):
         return _plan_private_file(want, have.file, name, current_view)
@@ -392,12 +397,7 @@ def _plan_push(
     """Plan to push a snapshot, unless the tag already names it. ``current_shape`` is None for a new snapshot."""
     if not want.push_to:
         return []
-    if current_view["volumes"]:
-        raise Failure(
-            f"snapshot {name!r} includes volumes, which an artifact cannot contain: take a snapshot without volumes, "
-            "and push that",
-            "unsupported",
-        )
+    _require_no_volumes(name, current_view, "an artifact", "push that")
     _require_transferable(have)
     artifact = have.artifact
     if artifact is not None and current_shape is not None and _is_pushed(current_shape, artifact):

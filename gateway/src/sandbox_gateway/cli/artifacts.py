@@ -16,13 +16,25 @@ from sandbox_gateway.cli.settings import Settings
 Reference = Annotated[
     str, typer.Argument(metavar="REGISTRY/REPOSITORY:TAG", help="A registry that the gateway allows.")
 ]
+NoMemory = Annotated[bool, typer.Option("--no-memory", help="Push the disk only.")]
+NewName = Annotated[
+    str, typer.Option("--name", help="A name that replaces the names in the artifact.", show_default=False)
+]
+Trust = Annotated[
+    list[str] | None,
+    typer.Option("--trust", metavar="FINGERPRINT", help="Accept an artifact that a different gateway has signed."),
+]
 _POLL_SECONDS = (0.1, 1.0)
 """The first and the longest delay between two queries of the progress."""
 
 
-def push(settings: Settings, kind: str, ref: str, body: dict[str, Any]) -> None:
+def push(
+    settings: Settings, kind: str, ref: str, reference: str, login_fields: dict[str, Any], *, no_memory: bool
+) -> None:
     """Push a snapshot or template. ``kind``: "snapshots" or "templates"."""
-    reference = body["reference"]
+    body = {"reference": reference, **login_fields}
+    if no_memory:
+        body["memory"] = "none"
     transfer = settings.client.call("POST", build_path(kind, ref, "push"), body)
     transfer = _wait(settings.client, transfer, f"pushing {ref}")
     if settings.json:
@@ -34,10 +46,15 @@ def push(settings: Settings, kind: str, ref: str, body: dict[str, Any]) -> None:
     )
 
 
-def pull(settings: Settings, kind: str, body: dict[str, Any]) -> None:
+def pull(
+    settings: Settings, kind: str, reference: str, login_fields: dict[str, Any], *, name: str, trust: list[str] | None
+) -> None:
     """Pull a snapshot or template, and print it. ``kind``: "snapshots" or "templates"."""
+    body = {"reference": reference, "trust": trust or [], **login_fields}
+    if name:
+        body["name"] = name
     transfer = settings.client.call("POST", build_path(kind, "pull"), body)
-    transfer = _wait(settings.client, transfer, f"pulling {body['reference']}")
+    transfer = _wait(settings.client, transfer, f"pulling {reference}")
     snapshot = settings.client.get(build_path("snapshots", transfer["snapshotID"]))
     render.print_json(snapshot) if settings.json else render.print_snapshots([snapshot])
     if reason := snapshot["imported"]["omittedMemory"]:

@@ -133,45 +133,29 @@ def push(
     ctx: typer.Context,
     template: TemplateRef,
     reference: artifacts.Reference,
-    no_memory: Annotated[bool, typer.Option("--no-memory", help="Push the disk only.")] = False,
+    no_memory: artifacts.NoMemory = False,
     registry_username: options.RegistryUsername = "",
     registry_password_file: options.RegistryPasswordFile = "",
     as_json: Json = False,
 ) -> None:
     """Push a template to an OCI registry. The artifact contains all secrets of its guest."""
-    body: dict[str, Any] = {
-        "reference": reference,
-        **options.build_login_fields(registry_username, registry_password_file),
-    }
-    if no_memory:
-        body["memory"] = "none"
-    artifacts.push(get_settings(ctx, as_json), "templates", template, body)
+    login_fields = options.build_login_fields(registry_username, registry_password_file)
+    artifacts.push(get_settings(ctx, as_json), "templates", template, reference, login_fields, no_memory=no_memory)
 
 
 @app.command("pull")
 def pull(
     ctx: typer.Context,
     reference: artifacts.Reference,
-    name: Annotated[
-        str, typer.Option("--name", help="A name that replaces the names in the artifact.", show_default=False)
-    ] = "",
-    trust: Annotated[
-        list[str] | None,
-        typer.Option("--trust", metavar="FINGERPRINT", help="Accept an artifact that a different gateway has signed."),
-    ] = None,
+    name: artifacts.NewName = "",
+    trust: artifacts.Trust = None,
     registry_username: options.RegistryUsername = "",
     registry_password_file: options.RegistryPasswordFile = "",
     as_json: Json = False,
 ) -> None:
     """Create a template from an artifact in an OCI registry. A different template with the same name loses it."""
-    body: dict[str, Any] = {
-        "reference": reference,
-        "trust": trust or [],
-        **options.build_login_fields(registry_username, registry_password_file),
-    }
-    if name:
-        body["name"] = name
-    artifacts.pull(get_settings(ctx, as_json), "templates", body)
+    login_fields = options.build_login_fields(registry_username, registry_password_file)
+    artifacts.pull(get_settings(ctx, as_json), "templates", reference, login_fields, name=name, trust=trust)
 
 
 @app.command("delete")
