@@ -551,6 +551,36 @@ def test_the_overview_of_the_engine_lists_every_module() -> None:
     assert set(re.findall(r"``(\w+)``", overview)) == module_names
 
 
+def list_folders(directory: Path) -> set[str]:
+    """Return the names of the visible folders in a directory that contain files."""
+    return {
+        path.name
+        for path in directory.iterdir()
+        if path.is_dir() and not path.name.startswith((".", "_")) and any(each.is_file() for each in path.rglob("*"))
+    }
+
+
+def test_the_map_in_the_readme_names_every_folder_and_role() -> None:
+    section = (REPOSITORY / "README.md").read_text().partition("## Repository layout")[2].partition("\n## ")[0]
+    rows = re.findall(r"^\| (`.*?) \|(.*)\|$", section, re.MULTILINE)
+    assert len(rows) <= 12
+    paths = re.findall(r"`([\w./*]+)`", " ".join(path for path, _ in rows))
+    assert {path.partition("/")[0] for path in paths} - {"CONTRIBUTING.md", "dev", "server"} == list_folders(REPOSITORY)
+    assert all(any(REPOSITORY.glob(path.rstrip("/"))) for path in paths if path != "server")
+    (roles,) = [text for path, text in rows if "`roles/`" in path]
+    assert set(re.findall(r"`(\w+)`", roles)) == list_folders(REPOSITORY / "roles")
+
+
+def test_the_index_of_the_code_names_every_role() -> None:
+    text = (DOCS_DIRECTORY / "architecture.md").read_text()
+    assert set(re.findall(r"`roles/(\w+)`", text)) == list_folders(REPOSITORY / "roles")
+
+
+def test_the_contributing_page_names_every_folder_of_tests() -> None:
+    text = (REPOSITORY / "CONTRIBUTING.md").read_text()
+    assert list_folders(REPOSITORY / "tests") <= set(re.findall(r"`tests/(\w+)`", text))
+
+
 def test_the_readme_names_the_replaced_commands() -> None:
     commands = {path.name for path in (REPOSITORY / "tests/freebsd_shim/bin").iterdir()} - {"freebsd-shim"}
     readme = (REPOSITORY / "README.md").read_text()
