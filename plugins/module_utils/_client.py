@@ -521,8 +521,8 @@ class Client:
             )
         if status in (404, 405) and message.startswith(("route ", request)):
             return self._create_gateway_too_old_error(None, request)
-        if kind == "in_use" and isinstance(data.get("details"), dict):
-            message = name_options(message, data["details"])
+        details = data.get("details")
+        message = name_options(message, details if isinstance(details, dict) else {})
         return Failure(message, kind, blockers=[str(item) for item in data.get("blockers") or ()], status=status)
 
     def _create_gateway_too_old_error(self, version: str | None, request: str = "") -> Failure:

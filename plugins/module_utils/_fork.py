@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 from ansible_collections.grove.sandbox.plugins.module_utils import _refusals
 from ansible_collections.grove.sandbox.plugins.module_utils._client import quote_segment
 from ansible_collections.grove.sandbox.plugins.module_utils._failure import Failure, removal_explained
+from ansible_collections.grove.sandbox.plugins.module_utils._fields import replace_fields
 from ansible_collections.grove.sandbox.plugins.module_utils._mounts import (
     MOUNT_OPTIONS,
     Mount,
@@ -540,7 +541,9 @@ def _parse_failures(response: Any) -> dict[str, Failure]:
     )
     return {
         error.get("name", ""): Failure(
-            error.get("message", "the fork failed"), error.get("kind", "backend_failed"), status=error.get("code")
+            replace_fields(error.get("message", "the fork failed")),
+            error.get("kind", "backend_failed"),
+            status=error.get("code"),
         )
         for error in errors
     }

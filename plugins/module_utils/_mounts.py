@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from ansible_collections.grove.sandbox.plugins.module_utils import _refusals
 from ansible_collections.grove.sandbox.plugins.module_utils._client import quote_segment
+from ansible_collections.grove.sandbox.plugins.module_utils._fields import MOUNT_FIELDS
 from ansible_collections.grove.sandbox.plugins.module_utils._plan import validate_names
 
 if TYPE_CHECKING:
@@ -46,7 +47,7 @@ class Mount:
 
     def build_request_fields(self) -> dict[str, Any]:
         """Return the mount as the gateway's request fields."""
-        body = {"name": self.volume, "path": self.path, "readOnly": self.read_only}
+        body = {MOUNT_FIELDS[option]: value for option, value in self.make_view().items()}
         return {**body, "clone": True} if self.clone else body
 
 

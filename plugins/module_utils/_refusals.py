@@ -8,7 +8,7 @@ A task must fail before its first change, and check mode without a plan session 
 Therefore, modules apply the gateway's rules when they plan, in check mode and in the run. This file contains their
 versions of the gateway's refusals, which name options of modules, whereas the gateway names parameters of its API. In a
 plan session or in a run, the gateway also refuses requests for reasons that a module cannot foresee. Those errors keep
-the gateway's sentence, and ``name_options`` adapts their remedy.
+the gateway's sentence, in which ``name_options`` replaces the names of parameters.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from ansible_collections.grove.sandbox.plugins.module_utils._failure import Failure
+from ansible_collections.grove.sandbox.plugins.module_utils._fields import replace_fields
 
 _MAX_NAMES = 20
 """Maximum number of names in a message."""
@@ -29,15 +30,16 @@ _REMEDIES = {
 
 
 def name_options(message: str, details: Mapping[str, Any]) -> str:
-    """Return the gateway's message about an object in use, with module options in place of request parameters.
+    """Return the gateway's message with module options in place of request parameters and fields.
 
-    ``details``: as in the gateway's response. Older gateways send none, and their messages stay unchanged.
+    ``details``: as in the gateway's response. For an object in use, it contains the parameters that would make the
+    request succeed. Older gateways send none.
     """
     for parameter in details.get("overrides") or ():
         if parameter in _REMEDIES:
             sentence = message.partition(". ")[0]
             return f"{sentence}: {_REMEDIES[parameter]}"
-    return message
+    return replace_fields(message)
 
 
 def create_name_not_allowed_error(kind: str, name: str) -> Failure:

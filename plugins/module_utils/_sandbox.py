@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from ansible_collections.grove.sandbox.plugins.module_utils import _refusals
 from ansible_collections.grove.sandbox.plugins.module_utils._client import ID_PATTERN, quote_segment
 from ansible_collections.grove.sandbox.plugins.module_utils._failure import Failure, removal_explained
+from ansible_collections.grove.sandbox.plugins.module_utils._fields import NETWORK_FIELDS, SIZE_FIELDS
 from ansible_collections.grove.sandbox.plugins.module_utils._mounts import (
     MOUNT_OPTIONS,
     Mount,
@@ -78,7 +79,7 @@ ARGUMENTS: dict[str, Any] = {
 }
 RULES: dict[str, Any] = {"mutually_exclusive": [("template", "snapshot")]}
 
-SIZE_KEYS = ("cpus", "memory_mb", "disk_mb")
+SIZE_KEYS = tuple(SIZE_FIELDS)
 TIMEOUT_TOLERANCE_SECONDS = 10
 """Seconds by which a sandbox's timeout may differ from the requested one, because of clock skew and request time."""
 UNLIMITED_TIMEOUT = -1
@@ -357,16 +358,11 @@ def check_mounts(mounts: tuple[Mount, ...] | None, source: Mapping[str, Any], vo
 
 def build_size_fields(sizes: Mapping[str, int]) -> dict[str, int]:
     """Return the sizes as the gateway's request fields."""
-    field_names = {"cpus": "cpuCount", "memory_mb": "memoryMB", "disk_mb": "diskSizeMB"}
-    return {field_names[key]: value for key, value in sizes.items()}
+    return {SIZE_FIELDS[key]: value for key, value in sizes.items()}
 
 
 def _build_network_fields(network: Mapping[str, Any]) -> dict[str, Any]:
-    return {
-        "allowInternetAccess": network["allow_internet"],
-        "allowOut": network["allow_out"],
-        "denyOut": network["deny_out"],
-    }
+    return {field: network[option] for option, field in NETWORK_FIELDS.items()}
 
 
 def _plan_changes(want: DesiredState, have: CurrentState, name: str, current_shape: Mapping[str, Any]) -> list[Action]:

@@ -11,6 +11,8 @@ from collections.abc import Iterable
 from datetime import datetime, timezone
 from typing import Any
 
+from ansible_collections.grove.sandbox.plugins.module_utils._fields import RECIPE_FIELDS
+
 SANDBOX_KEYS = (
     "id",
     "name",
@@ -99,24 +101,6 @@ VOLUME_KEYS = (
 RESERVED_PREFIX = "__ansible_"
 """Prefix of the keys that Ansible reserves for itself in JSON."""
 KEYS_BY_KIND = {"sandbox": SANDBOX_KEYS, "snapshot": SNAPSHOT_KEYS, "template": TEMPLATE_KEYS, "volume": VOLUME_KEYS}
-
-RECIPE_FIELDS = {
-    "from": "from",
-    "suite": "suite",
-    "mirror": "mirror",
-    "packages": "packages",
-    "path": "path",
-    "image": "image",
-    "setup": "setup",
-    "start_command": "startCommand",
-    "ready_probe": "readyProbe",
-    "ready_timeout": "readyTimeout",
-    "setup_timeout": "setupTimeout",
-    "cpus": "cpuCount",
-    "memory_mb": "memoryMB",
-    "disk_mb": "diskSizeMB",
-}
-"""Module option → the gateway's field."""
 
 
 def make_sandbox_shape(detail: dict[str, Any]) -> dict[str, Any]:

@@ -22,6 +22,7 @@ from ansible_collections.grove.sandbox.plugins.module_utils._artifacts import (
 )
 from ansible_collections.grove.sandbox.plugins.module_utils._client import quote_segment
 from ansible_collections.grove.sandbox.plugins.module_utils._failure import Failure, removal_explained
+from ansible_collections.grove.sandbox.plugins.module_utils._fields import RETENTION_FIELDS
 from ansible_collections.grove.sandbox.plugins.module_utils._mounts import list_volume_paths
 from ansible_collections.grove.sandbox.plugins.module_utils._names import find_taken_names
 from ansible_collections.grove.sandbox.plugins.module_utils._plan import (
@@ -205,9 +206,8 @@ def _build_retention_fields(option: Mapping[str, Any] | None) -> dict[str, int] 
     """Return the retention rule as the gateway's request fields."""
     if option is None:
         return None
-    field_names = {"keep_last": "keepLast", "keep_daily": "keepDaily", "max_age": "maxAge"}
     return {
-        field_names[key]: require_minimum(value, 1, f"retention.{key}")
+        RETENTION_FIELDS[key]: require_minimum(value, 1, f"retention.{key}")
         for key, value in option.items()
         if value is not None
     }

@@ -20,6 +20,7 @@ from ansible_collections.grove.sandbox.plugins.module_utils._artifacts import (
 )
 from ansible_collections.grove.sandbox.plugins.module_utils._client import quote_segment
 from ansible_collections.grove.sandbox.plugins.module_utils._failure import Failure
+from ansible_collections.grove.sandbox.plugins.module_utils._fields import LOGIN_FIELDS, RECIPE_FIELDS, replace_fields
 from ansible_collections.grove.sandbox.plugins.module_utils._names import find_taken_names
 from ansible_collections.grove.sandbox.plugins.module_utils._plan import (
     LOGIN_KEY,
@@ -33,7 +34,6 @@ from ansible_collections.grove.sandbox.plugins.module_utils._plan import (
     validate_names,
 )
 from ansible_collections.grove.sandbox.plugins.module_utils._shapes import (
-    RECIPE_FIELDS,
     TEMPLATE_KEYS,
     make_template_shape,
 )
@@ -152,7 +152,7 @@ def _parse_login(params: Mapping[str, Any], recipe: Mapping[str, Any]) -> dict[s
         raise Failure("the login to the image's registry is incomplete: set registry_username and registry_password")
     if recipe["from"] != "image":
         raise Failure("registry_username and registry_password are valid only with image: set image, or remove them")
-    return {"registryUsername": username, "registryPassword": password}
+    return {LOGIN_FIELDS["registry_username"]: username, LOGIN_FIELDS["registry_password"]: password}
 
 
 def observe(client: Client, want: DesiredState) -> CurrentState:
@@ -335,7 +335,8 @@ def _wait_for_build(client: Client, name: str, template: Mapping[str, Any], seco
         if build["status"] == "error":
             # Older gateways return the reason as text instead of errorMessage.
             reason = build.get("errorMessage") or build.get("reason") or "the gateway reported no reason"
-            raise Failure(_append_log(f"the build of template {name!r} failed: {reason}", lines), "backend_failed")
+            message = f"the build of template {name!r} failed: {replace_fields(reason)}"
+            raise Failure(_append_log(message, lines), "backend_failed")
         remaining_seconds = deadline - time.monotonic()
         if remaining_seconds <= 0:
             message = (

@@ -94,7 +94,7 @@ def test_invalid_recipes_are_refused(api: httpx.Client) -> None:
         ({"name": "x", "packages": ["a b"]}, "Debian package"),
         ({"name": "x", "memoryMB": -1}, "memoryMB"),
         ({"name": "x" * 10_000}, "name"),
-        ({"name": "x", "readyTimeout": 1e9}, "ready_timeout"),
+        ({"name": "x", "readyTimeout": 1e9}, "readyTimeout: "),
         ({}, "name"),
     ):
         response = api.post("/templates", json=body)
@@ -350,9 +350,9 @@ def test_builds_from_templates_that_cannot_work_are_refused(api: httpx.Client) -
     login = {"type": "registry", "username": "reader", "password": "hunter2"}
     for body, status, words in (
         ({"fromTemplate": "missing"}, 404, "'missing' not found"),
-        ({"fromTemplate": "base", "fromImage": "app:1"}, 400, "either fromImage or fromTemplate"),
-        ({}, 400, "either fromImage or fromTemplate"),
-        ({"fromTemplate": "base", "fromImageRegistry": login}, 400, "fromImageRegistry is for an image"),
+        ({"fromTemplate": "base", "fromImage": "app:1"}, 400, "either 'fromImage' or 'fromTemplate'"),
+        ({}, 400, "either 'fromImage' or 'fromTemplate'"),
+        ({"fromTemplate": "base", "fromImageRegistry": login}, 400, "'fromImageRegistry' is for an image"),
     ):
         response = start_e2b_build(api, {"name": "x"}, body)
         assert response.status_code == status and words in response.json()["message"], response.text

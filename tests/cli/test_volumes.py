@@ -109,7 +109,7 @@ def test_volumes_are_captured_and_forked(run: Run) -> None:
         (("volume", "delete", "held", "--with-snapshots"), 4, "`sandboxctl snapshot delete SNAPSHOT` removes"),
         (("volume", "grow", "data", "512M"), 2, "shrink"),
         (("volume", "grow", "data", "much"), 2, "not a size"),
-        (("volume", "create", "tiny", "--size", "1M"), 2, "sizeMB"),
+        (("volume", "create", "tiny", "--size", "1M"), 2, "--size: "),
         (("volume", "attach", "two", "data"), 2, "write NAME:/PATH"),
         (("volume", "attach", "two", "data:/srv/data:clone"), 2, "create a volume from a snapshot first"),
         (("create", "base", "--volume", "data:relative"), 2, "write NAME:/PATH"),
@@ -133,7 +133,7 @@ def test_failures_have_a_message_and_a_hint(run: Run, args: tuple[str, ...], cod
 
 
 def test_the_hint_for_a_cloned_volume_is_to_delete_it() -> None:
-    message = "snapshot '41f4b8565126' is in use by 1 cloned volume (copy). Delete them first, or pass when=unused"
+    message = "snapshot '41f4b8565126' is in use by 1 cloned volume (copy). Delete them first, or pass 'when=unused'"
     users = [{"kind": "clone", "id": "e2d0ad307996", "name": "copy"}]
     details = {"resource": "snapshot", "users": users, "overrides": ["when=unused"]}
     body = {"kind": "in_use", "message": message, "blockers": ["e2d0ad307996"], "details": details}

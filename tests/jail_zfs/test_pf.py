@@ -169,7 +169,7 @@ def test_packets_with_a_spoofed_address_are_dropped(runner: EngineRunner, outsid
 
 
 def test_an_invalid_address_is_refused(runner: EngineRunner) -> None:
-    with pytest.raises(Invalid, match="allow_out: 'nowhere'"):
+    with pytest.raises(Invalid, match="allowOut: 'nowhere'"):
         runner.do(runner.engine.forks.create(TEMPLATE, ForkSpec(network=NetworkPolicy(allow_out=["nowhere"]))))
     assert runner.engine.sandboxes.list() == []
 

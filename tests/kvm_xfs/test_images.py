@@ -127,7 +127,7 @@ def test_a_layer_cannot_write_through_a_link(tmp_path: Path) -> None:
 
 
 def test_large_images_are_refused_before_they_are_unpacked(tmp_path: Path) -> None:
-    with pytest.raises(Invalid, match=r"^the image unpacks to more than 8 MiB.*set diskSizeMB"):
+    with pytest.raises(Invalid, match=r"^the image unpacks to more than 8 MiB.*set 'diskSizeMB'"):
         unpack_entries(tmp_path / "zeros", [make_entry("zeros", bytes(9 << 20))], disk_mb=8)
     with pytest.raises(Invalid, match=r"larger than 8 MiB.*even while compressed"):
         unpack_entries(tmp_path / "noise", [make_entry("noise", os.urandom(9 << 20))], disk_mb=8)

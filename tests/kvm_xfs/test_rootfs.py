@@ -284,12 +284,12 @@ def test_a_hostile_tarball_cannot_write_outside_the_tree(tree: Path, tmp_path: P
 def test_a_tree_that_exceeds_its_disk_is_refused_with_the_required_size(tree: Path, tmp_path: Path) -> None:
     (tree / "usr/large").write_bytes(os.urandom(80 << 20))
     with pytest.raises(
-        Invalid, match=r"\(\d\d MiB\) does not fit on a disk of 64 MiB: set diskSizeMB to (\d+) or more"
+        Invalid, match=r"\(\d\d MiB\) does not fit on a disk of 64 MiB: set 'diskSizeMB' to (\d+) or more"
     ):
         build(create_recipe(tree), tmp_path)
     with pytest.raises(Invalid) as error_info:
         build(create_recipe(tree), tmp_path)
-    match = re.search(r"set diskSizeMB to (\d+)", error_info.value.message)
+    match = re.search(r"set 'diskSizeMB' to (\d+)", error_info.value.message)
     assert match
     build(create_recipe(tree, int(match[1])), tmp_path)
 

@@ -431,7 +431,7 @@ def test_threads_can_share_one_sandbox_object(shared_sandbox):
 def test_unsupported_options_are_refused(server, create_sandbox):
     """An unsupported option must not silently create something other than what the client requested."""
     original_id = Template.get(server.template).template_id
-    with pytest.raises(cubesandbox.ApiError, match=r"nodes: not supported, because .*; command: .*set startCommand"):
+    with pytest.raises(cubesandbox.ApiError, match=r"nodes: not supported, because .*; command: .*set 'startCommand'"):
         Template.build(name=server.template, image="nginx:latest", command=["nginx"], nodes=["10.0.0.7"])
     with pytest.raises(cubesandbox.ApiError, match=r"use whole CPUs"):
         Template.build(name=server.template, image="nginx:latest", cpu_count=1500)

@@ -53,7 +53,7 @@ def test_each_command_sees_the_settings_of_the_steps_before_it() -> None:
 @pytest.mark.parametrize(
     ("kind", "args", "message"),
     [
-        ("COPY", ["a", "/b"], "the filesHash of a COPY step must be 64 lower-case hexadecimal digits"),
+        ("COPY", ["a", "/b"], "the 'filesHash' of a COPY step must be 64 lower-case hexadecimal digits"),
         ("COPY", ["a"], "the step COPY has the wrong number of arguments, 1"),
         ("COPY", ["a", ""], "the step COPY has the wrong number of arguments, 2"),
         ("COPY", ["a", "/b", "", "", ""], "the step COPY has the wrong number of arguments, 5"),

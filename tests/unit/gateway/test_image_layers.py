@@ -114,7 +114,7 @@ def test_an_accepted_name_stays_inside_the_root(parts: list[str], kind: bytes) -
 
 
 def test_an_image_that_is_too_large_is_refused(tmp_path: Path) -> None:
-    size_problem = "the image unpacks to more than 1 MiB, the size of the template's disk: set diskSizeMB"
+    size_problem = "the image unpacks to more than 1 MiB, the size of the template's disk: set 'diskSizeMB'"
     half_layer = gzip.compress(make_layer(make_entry("half", bytes(600 << 10))))
     assert find_problem(tmp_path, half_layer) == ""
     assert find_problem(tmp_path, half_layer, half_layer).startswith(size_problem)

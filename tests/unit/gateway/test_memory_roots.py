@@ -131,7 +131,7 @@ def test_memory_is_unavailable_until_its_root_is_mounted(store: Store, root: Pat
     assert store.roots.memory_problem(snapshot) == ""
     unmount_root(root)
     assert f"{root} is not mounted" in store.roots.memory_problem(snapshot)
-    with pytest.raises(Conflict, match=rf"snapshot {snapshot.id} is not available: .*not mounted.*cold start"):
+    with pytest.raises(Conflict, match=rf"snapshot {snapshot.id} is not available: .*not mounted.*'coldStart: true'"):
         store.roots.require_memory(snapshot)
     mount_root(root)
     assert store.roots.memory_problem(snapshot) == ""

@@ -85,9 +85,9 @@ def test_overlapping_entries_are_merged() -> None:
 
 
 def test_errors_name_the_field_and_the_text() -> None:
-    for field, text in (("allow_out", "host"), ("deny_out", "host.example")):
+    for option, field, text in (("allow_out", "allowOut", "host"), ("deny_out", "denyOut", "host.example")):
         with pytest.raises(Invalid) as error_info:
-            build_egress_rules(NetworkPolicy.model_validate({field: ["1.1.1.1", text]}), [])
+            build_egress_rules(NetworkPolicy.model_validate({option: ["1.1.1.1", text]}), [])
         assert error_info.value.message.startswith(f"{field}: {text!r} is not an IPv4 address or CIDR block. ")
 
 

@@ -30,9 +30,11 @@ def build_path(*parts: str) -> str:
 class Client:
     """An HTTP client whose methods return parsed JSON, and raise Failure."""
 
-    def __init__(self, url: str, token: str = "") -> None:
+    def __init__(self, url: str, token: str = "", options: Mapping[str, str] | None = None) -> None:
+        """``options``: the options that replace fields in messages, as returned by ``map_options``."""
         self.url = url
         self._address = _Address(url)
+        self._options = {} if options is None else options
         self._headers = {**self._address.headers, **({"X-API-Key": token} if token else {})}
         self._connection: http.client.HTTPConnection | None = None
         """The connection for all requests except streams. It is reused."""
@@ -71,7 +73,7 @@ class Client:
         try:
             response = self._request(connection, "GET", route, None, _remove_empty_params(params))
             if not 200 <= response.status < 300:
-                raise create_failure_from_response(response.status, _parse(self._read(response)))
+                raise create_failure_from_response(response.status, _parse(self._read(response)), self._options)
             while line := self._read(response, line=True):
                 yield line.decode(errors="replace").rstrip("\r\n")
         finally:
@@ -86,7 +88,7 @@ class Client:
         try:
             response = self._request(connection, "GET", route, None, _remove_empty_params(params))
             if not 200 <= response.status < 300:
-                raise create_failure_from_response(response.status, _parse(self._read(response)))
+                raise create_failure_from_response(response.status, _parse(self._read(response)), self._options)
             while piece := self._read(response, size=_PIECE_BYTES):
                 write(piece)
         finally:
@@ -113,7 +115,7 @@ class Client:
                 raise self._create_connection_failure(error) from None
             value = _parse(self._read(response))
             if not 200 <= response.status < 300 or value is None:
-                raise create_failure_from_response(response.status, value)
+                raise create_failure_from_response(response.status, value, self._options)
             return value
         finally:
             connection.close()
@@ -147,7 +149,7 @@ class Client:
         content = self._read(response)
         value = _parse(content)
         if not 200 <= response.status < 300 or (content and value is None and content.strip() != b"null"):
-            raise create_failure_from_response(response.status, value)
+            raise create_failure_from_response(response.status, value, self._options)
         return value, response.headers
 
     def _request(

@@ -6,6 +6,7 @@ from typing import Annotated
 
 import typer
 
+from sandbox_gateway.cli.option_names import map_options
 from sandbox_gateway.cli.settings import Settings
 
 Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
@@ -18,4 +19,5 @@ TemplateRef = Annotated[str, typer.Argument(metavar="TEMPLATE", help="Id or name
 def get_settings(ctx: typer.Context, as_json: bool = False) -> Settings:
     settings: Settings = ctx.find_root().obj
     settings.json = settings.json or as_json
+    settings.options.update(map_options(ctx.command.params))
     return settings

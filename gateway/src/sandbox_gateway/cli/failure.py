@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from enum import IntEnum
 
+from sandbox_gateway.cli.option_names import name_options
+
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from typing import Any
@@ -43,13 +45,16 @@ _EXIT_CODE_BY_STATUS = {
 _EXIT_CODE_BY_KIND = {"unsupported": ExitCode.FAILED, "over_quota": ExitCode.FAILED, "untrusted": ExitCode.FAILED}
 
 
-def create_failure_from_response(status: int, body: Any) -> Failure:
-    """Create the Failure for an error response of the gateway. ``body`` is its parsed JSON, or None."""
+def create_failure_from_response(status: int, body: Any, options: Mapping[str, str] | None = None) -> Failure:
+    """Create the Failure for an error response of the gateway. ``body`` is its parsed JSON, or None.
+
+    ``options``: the options of the running command, which replace fields in the message.
+    """
     if not isinstance(body, dict) or "message" not in body:
         return Failure(
             f"the response is not from a sandbox gateway (HTTP {status})", ExitCode.UNREACHABLE, "check --url"
         )
-    kind, message = body.get("kind", ""), str(body["message"])
+    kind, message = body.get("kind", ""), name_options(str(body["message"]), options or {})
     code = _EXIT_CODE_BY_KIND.get(kind) or _EXIT_CODE_BY_STATUS.get(status, ExitCode.FAILED)
     return Failure(message, code, _find_hint(kind, body.get("blockers") or [], body.get("details") or {}))
 

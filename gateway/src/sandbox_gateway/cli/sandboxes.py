@@ -11,6 +11,8 @@ import typer
 from sandbox_gateway.cli import formats, options, queries, render
 from sandbox_gateway.cli.context import Json, SandboxRef, SnapshotRef, get_settings
 from sandbox_gateway.cli.failure import ExitCode, Failure
+from sandbox_gateway.cli.option_names import name_options
+from sandbox_gateway.cli.settings import Settings
 
 SandboxRefs = Annotated[list[str], typer.Argument(metavar="SANDBOX…", help="Ids or names.")]
 _TIMED_OUT_EXIT_CODE = 124
@@ -245,7 +247,7 @@ def clone(
     sandbox_options = options.SandboxOptions(metadata=metadata, timeout=timeout, volumes=volume, no_volumes=no_volumes)
     body = {**fork_fields, **sandbox_options.build_body()}
     forks = create_forks(settings.client, build_path("sandboxes", sandbox, "clone"), body, total, f"cloning {sandbox}")
-    print_forks(forks, settings.json)
+    print_forks(forks, settings)
 
 
 def promote(
@@ -267,13 +269,14 @@ def promote(
     _print_sandbox(settings.client.call("POST", build_path("sandboxes", fork, "promote"), body), settings.json)
 
 
-def print_forks(forks: dict[str, Any], as_json: bool) -> None:
+def print_forks(forks: dict[str, Any], settings: Settings) -> None:
     """Print the new forks. Exits with code 1 if any could not be created."""
-    render.print_json(forks) if as_json else render.print_sandboxes(forks["sandboxes"])
+    render.print_json(forks) if settings.json else render.print_sandboxes(forks["sandboxes"])
     if not forks["errors"]:
         return
     for error in forks["errors"]:
-        render.print_note(f"sandboxctl: {error['name'] or 'a fork'} was not created: {error['message']}")
+        message = name_options(error["message"], settings.options)
+        render.print_note(f"sandboxctl: {error['name'] or 'a fork'} was not created: {message}")
     raise typer.Exit(ExitCode.FAILED)
 
 

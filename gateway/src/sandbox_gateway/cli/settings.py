@@ -19,6 +19,8 @@ class Settings:
         self.token = token
         self.token_file = token_file
         self.json = json
+        self.options: dict[str, str] = {}
+        """The options of the running command, as returned by ``map_options``. Queries have none."""
         self._client: Client | None = None
 
     @property
@@ -27,7 +29,7 @@ class Settings:
         if self._client is None:
             from sandbox_gateway.cli.client import DEFAULT_URL, Client
 
-            self._client = Client(self.url or DEFAULT_URL, self._read_token())
+            self._client = Client(self.url or DEFAULT_URL, self._read_token(), self.options)
         return self._client
 
     def _read_token(self) -> str:

@@ -156,7 +156,7 @@ def fork(
     )
     route = build_path("snapshots", snapshot, "fork")
     body = {**count_fields, **sandbox_options.build_body()}
-    print_forks(create_forks(settings.client, route, body, total, f"forking {snapshot}"), settings.json)
+    print_forks(create_forks(settings.client, route, body, total, f"forking {snapshot}"), settings)
 
 
 @app.command("export")

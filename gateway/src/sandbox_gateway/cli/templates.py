@@ -12,6 +12,8 @@ import typer
 from sandbox_gateway.cli import artifacts, formats, options, queries, render
 from sandbox_gateway.cli.context import Json, TemplateRef, get_settings
 from sandbox_gateway.cli.failure import ExitCode, Failure
+from sandbox_gateway.cli.option_names import name_options
+from sandbox_gateway.cli.settings import Settings
 from sandbox_gateway.cli.snapshots import WhenUnused, delete_objects
 
 app = typer.Typer(
@@ -112,7 +114,7 @@ def build(
         raise Failure("the template needs a name", ExitCode.USAGE, "pass it as an argument, or set it in the recipe")
     started_build = settings.client.call("POST", "/templates", body)
     if started_build["buildStatus"] != "ready" and not detach:
-        _wait_for_build(settings.client, started_build)
+        _wait_for_build(settings, started_build)
     _print_template(settings.client.get(f"/templates/{started_build['templateID']}"), settings.json)
 
 
@@ -168,20 +170,21 @@ def delete(
     delete_objects(ctx, "templates", templates, when_unused)
 
 
-def _wait_for_build(client: Any, build: dict[str, Any]) -> None:
+def _wait_for_build(settings: Settings, build: dict[str, Any]) -> None:
     """Print the build's log until the build finishes. Raises Failure if the build failed."""
     from sandbox_gateway.cli.progress import follow_log
 
     route = f"/templates/{build['templateID']}/builds/{build['buildID']}"
     try:
-        follow_log(client.stream_lines(f"{route}/logs", follow="true"), f"building {build['names'][0]}")
+        follow_log(settings.client.stream_lines(f"{route}/logs", follow="true"), f"building {build['names'][0]}")
     except KeyboardInterrupt:
         render.print_note("sandboxctl: the build continues; `sandboxctl template list` shows its status")
         raise
-    status = client.get(f"{route}/status", logsOffset=1 << 30)
+    status = settings.client.get(f"{route}/status", logsOffset=1 << 30)
     if status["status"] == "error":
         raise Failure(
-            f"the template could not be built: {status['reason']}", hint="fix the recipe, and build the template again"
+            f"the template could not be built: {name_options(status['errorMessage'], settings.options)}",
+            hint="fix the recipe, and build the template again",
         )
     if status["status"] != "ready":
         raise Failure("the log ended before the build finished", hint="`sandboxctl template list` shows its status")

@@ -79,6 +79,6 @@ def should_restore_memory(snapshot: Snapshot, spec: ForkSpec, resources: Resourc
         raise Unsupported(
             f"snapshot {snapshot.id} holds the memory of a machine with {snapshot_resources.cpus} CPUs, "
             f"{snapshot_resources.memory_mb} MiB of memory and a disk of {snapshot_resources.disk_mb} MiB: fork it "
-            "with the same resources, or boot from its disk with a cold start (coldStart)"
+            "with the same resources, or boot from its disk with 'coldStart: true'"
         )
     return True

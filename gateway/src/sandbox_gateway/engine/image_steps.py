@@ -109,7 +109,7 @@ class ImageSteps:
     def _add_copy(self, digest: str, destination: str, owner: str = "", mode: str = "") -> None:
         if not _ARCHIVE.fullmatch(build_archive_path(digest)):
             raise Invalid(
-                "the filesHash of a COPY step must be 64 lower-case hexadecimal digits: send the SHA-256 of the files"
+                "the 'filesHash' of a COPY step must be 64 lower-case hexadecimal digits: send the SHA-256 of the files"
             )
         if not _MODE.fullmatch(mode):
             raise Invalid(f"the mode {mode[:80]!r} of a COPY step is not valid: use an octal mode such as 0755")

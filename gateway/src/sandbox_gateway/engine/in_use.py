@@ -20,7 +20,7 @@ def create_snapshot_in_use_error(
     return create_in_use_error(
         snapshot,
         {"sandbox": sandboxes, "cloned volume": cloned_volumes},
-        "Delete them first, or pass when=unused to delete it when its last user is deleted.",
+        "Delete them first, or pass 'when=unused' to delete it when its last user is deleted.",
         overrides=["when=unused"],
         is_busy=is_busy,
     )

@@ -66,7 +66,7 @@ class MountPlanner:
         if mount.volume not in self._index.volumes:
             raise Conflict(
                 f"the source of snapshot {snapshot.id} mounted a volume at {mount.path}, but the volume no longer "
-                "exists: set volumeMounts to the volumes to mount, or to an empty list to mount none"
+                "exists: list the volumes to mount in 'volumeMounts', or mount none with 'volumeMounts: []'"
             )
         return PlannedMount(self._index.volumes[mount.volume], mount.path, mount.read_only)
 

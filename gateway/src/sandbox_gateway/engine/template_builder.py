@@ -160,7 +160,7 @@ class TemplateBuilder:
                 ).strip()[-200:]
                 raise Timeout(
                     f"the readiness probe did not succeed within {start.ready_timeout:g} s: check the start command "
-                    f"and the probe, or raise readyTimeout. The last output of the probe: {output or 'none'}"
+                    f"and the probe, or raise 'readyTimeout'. The last output of the probe: {output or 'none'}"
                 )
             await asyncio.sleep(_PROBE_INTERVAL_SECONDS)
 

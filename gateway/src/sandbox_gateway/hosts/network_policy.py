@@ -31,8 +31,8 @@ _DOMAIN_NAME = re.compile(
 """At least two labels. The last one begins with a letter, so that no spelling of an IPv4 address is a name."""
 _MAX_NAME_LENGTH = 253
 _NAME_HINTS = {
-    "allow_out": ", or a domain name such as 'api.example.com' or '*.example.com' (international names in Punycode)",
-    "deny_out": ". Domain names can only be allowed",
+    "allowOut": ", or a domain name such as 'api.example.com' or '*.example.com' (international names in Punycode)",
+    "denyOut": ". Domain names can only be allowed",
 }
 
 
@@ -55,7 +55,7 @@ def build_egress_rules(policy: NetworkPolicy, dns: Sequence[str]) -> list[Egress
     """
     metadata_networks = [ipaddress.IPv4Network(text) for text in METADATA_NETWORKS]
     names = list_allowed_names(policy)
-    allowed_networks = _parse_networks("allow_out", (text for text in policy.allow_out if not _is_name(text)))
+    allowed_networks = _parse_networks("allowOut", (text for text in policy.allow_out if not _is_name(text)))
     denied_networks = list_denied_networks(policy)
     allowed_metadata_networks = [network for network in allowed_networks if _is_within(network, metadata_networks)]
     other_allowed_networks = [network for network in allowed_networks if not _is_within(network, metadata_networks)]
@@ -90,15 +90,15 @@ def list_allowed_names(policy: NetworkPolicy) -> list[str]:
     names = [text.strip().rstrip(".").lower() for text in policy.allow_out if _is_name(text)]
     if names and policy.allow_internet and not any(network.prefixlen == 0 for network in list_denied_networks(policy)):
         raise Invalid(
-            f"allow_out: the domain name {names[0]!r} has an effect only if all other addresses are denied: add "
-            "'0.0.0.0/0' to deny_out, or set allowInternetAccess to false"
+            f"allowOut: the domain name {names[0]!r} has an effect only if all other addresses are denied: add "
+            "'0.0.0.0/0' to 'denyOut', or block them with 'allowInternetAccess: false'"
         )
     return names
 
 
 def list_denied_networks(policy: NetworkPolicy) -> list[ipaddress.IPv4Network]:
     """Return the networks in ``deny_out``. Raises Invalid for an invalid entry."""
-    return _parse_networks("deny_out", policy.deny_out)
+    return _parse_networks("denyOut", policy.deny_out)
 
 
 def _is_name(text: str) -> bool:

@@ -99,8 +99,8 @@ def _check_metadata(value: dict[str, str]) -> dict[str, str]:
 
 
 _REFUSED_METADATA = {
-    "host-mount": "use volumeMounts, with a volume, to share files; directories of the host cannot be mounted",
-    "network-policy": "use the field network",
+    "host-mount": "use 'volumeMounts', with a volume, to share files; directories of the host cannot be mounted",
+    "network-policy": "use the field 'network'",
 }
 Metadata = Annotated[StoredPairs, AfterValidator(_check_metadata)]
 _DEFAULT_POLICY = NetworkPolicy()
@@ -384,7 +384,7 @@ class KeepRule(NativeBody):
     @model_validator(mode="after")
     def _require_rule(self) -> KeepRule:
         if self.keep_last is None and self.keep_daily is None and self.max_age is None:
-            raise ValueError("the retention rule is empty: set keepLast, keepDaily or maxAge")
+            raise ValueError("the retention rule is empty: set 'keepLast', 'keepDaily' or 'maxAge'")
         return self
 
 
@@ -481,7 +481,7 @@ def _require_alias(value: object) -> object:
 
 
 _AWS_REFUSAL = Refusal(
-    "because the gateway cannot request passwords from AWS: use from_image with the user name AWS and the output of "
+    "because the gateway cannot request passwords from AWS: use 'fromImage' with the user name AWS and the output of "
     "`aws ecr get-login-password` as the password"
 )
 _GOOGLE_USER = "_json_key"
@@ -612,9 +612,9 @@ class BuildFromImage(NativeBody):
     @model_validator(mode="after")
     def _check_source(self) -> BuildFromImage:
         if bool(self.from_image) == bool(self.from_template):
-            raise ValueError("a build starts from an image or from a template: send either fromImage or fromTemplate")
+            raise ValueError("a build starts from an image or a template: send either 'fromImage' or 'fromTemplate'")
         if self.from_image_registry and not self.from_image:
-            raise ValueError("fromImageRegistry is for an image: remove it, or send fromImage")
+            raise ValueError("'fromImageRegistry' is for an image: remove it, or send 'fromImage'")
         return self
 
     def build_recipe(self, sizes: Mapping[str, int]) -> Recipe:
@@ -639,7 +639,7 @@ class BuildFromImage(NativeBody):
                 resources=Resources(**{"disk_mb": IMAGE_BUILD_DISK_MB, **sizes}),
             )
         except ValidationError as error:
-            raise Invalid(explain(error)) from None
+            raise Invalid(explain(error, to_json_name)) from None
         except ValueError as error:
             raise Invalid(str(error)) from None
 
@@ -663,10 +663,10 @@ class RemoveTags(NativeBody):
 
 
 _COMMAND_REFUSAL = Refusal(
-    "because a template's command is a shell command: set startCommand, which replaces the image's entry point"
+    "because a template's command is a shell command: set 'startCommand', which replaces the image's entry point"
 )
 _TEMPLATE_NETWORK_REFUSAL = Refusal(
-    "because templates have no network policy: omit this field, and set network when you create a sandbox"
+    "because templates have no network policy: omit this field, and set 'network' when you create a sandbox"
 )
 
 
@@ -679,10 +679,11 @@ class CreateTemplate(Sizes):
         **dict.fromkeys(("allowOut", "denyOut", "dns", "networkType"), _TEMPLATE_NETWORK_REFUSAL),
         "allowInternetAccess": Refusal(_TEMPLATE_NETWORK_REFUSAL.reason, accepted_values=(True,)),
         "exposedPorts": Refusal("because every port of a sandbox is reachable through the gateway: omit this field"),
-        "env": Refusal("because templates have no environment variables: set envVars when you create a sandbox"),
-        "writableLayerSize": Refusal("because a sandbox has a single disk: set diskSizeMB"),
+        "env": Refusal("because templates have no environment variables: set 'envVars' when you create a sandbox"),
+        "writableLayerSize": Refusal("because a sandbox has a single disk: set 'diskSizeMB'"),
         **dict.fromkeys(
-            ("probePath", "probePort"), Refusal("because the gateway does not probe ports: set readyProbe to a command")
+            ("probePath", "probePort"),
+            Refusal("because the gateway does not probe ports: set 'readyProbe' to a command"),
         ),
         "instanceType": Refusal("because a host has only one kind of machine: omit this field"),
         "nodes": Refusal("because a gateway manages a single host: omit this field"),
@@ -755,4 +756,4 @@ class CreateTemplate(Sizes):
         try:
             return Recipe(**recipe_fields, resources=Resources(**sizes))
         except ValidationError as error:
-            raise Invalid(explain(error)) from None
+            raise Invalid(explain(error, to_json_name)) from None

@@ -271,7 +271,7 @@ class Transfers:
             raise Untrusted(
                 f"the snapshot is signed with the key {fingerprint}, which is not this gateway's. Compare the "
                 "fingerprint with the output of `sandboxctl snapshot signer` on the gateway that exported or pushed "
-                "it; if they are equal, and you trust that gateway, use `--trust` with the fingerprint"
+                f"it; if they are equal, and you trust that gateway, use 'trust: {fingerprint}'"
             )
         return fingerprint
 

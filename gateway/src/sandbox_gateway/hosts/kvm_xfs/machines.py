@@ -236,7 +236,7 @@ class Machines:
                 raise Unsupported(
                     f"snapshot {snapshot.id} was captured with {key.replace('_', ' ')} "
                     f"{recorded_platform.get(key)!r}, but this host has {value!r}, so its memory cannot be restored "
-                    "here: use a cold start (coldStart)"
+                    "here: boot it from its disk with 'coldStart: true'"
                 )
 
     async def _release_slot(self, instance: str, slot: Slot) -> None:

@@ -43,7 +43,7 @@ def require_enforceable_policy(policy: NetworkPolicy) -> None:
     build_egress_rules(policy, [])
     if names := list_allowed_names(policy):
         raise Unsupported(
-            f"allow_out: {names[0]!r} is a domain name, but hosts of kind jail_zfs allow only addresses: list IPv4 "
+            f"allowOut: {names[0]!r} is a domain name, but hosts of kind jail_zfs allow only addresses: list IPv4 "
             "addresses or CIDR blocks"
         )
 

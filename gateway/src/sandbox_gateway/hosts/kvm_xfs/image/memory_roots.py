@@ -93,7 +93,7 @@ class MemoryRoots:
         if problem := self.memory_problem(snapshot):
             raise Conflict(
                 f"the memory of snapshot {snapshot.id} is not available: {problem}. Mount its memory root, or boot "
-                "from its disk: use a cold start (coldStart), or pass memory: false to resume a paused sandbox"
+                "from its disk with 'coldStart: true', or resume a paused sandbox with 'memory: false'"
             )
 
     def sweep(self, quarantine: Quarantine, repaired: list[str]) -> None:

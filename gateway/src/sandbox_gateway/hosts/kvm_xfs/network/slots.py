@@ -176,7 +176,7 @@ class SlotPool:
         """Raise Invalid if ``policy`` cannot be applied."""
         if NamePolicy(policy, self._subnet) and not self._dns:
             raise Invalid(
-                "allow_out: the host has no name server that can look up domain names: set [network] dns in the "
+                "allowOut: the host has no name server that can look up domain names: set [network] dns in the "
                 "gateway's configuration"
             )
 

@@ -46,7 +46,7 @@ async def create_image(tree: Path, image: Path, disk_mb: int, log: Log) -> None:
     if "populating" in output or needed_mb > disk_mb:
         raise Invalid(
             f"the root file system ({needed_mb} MiB) does not fit on a disk of {disk_mb} MiB: "
-            f"set diskSizeMB to {-(-needed_mb * 5 // 4 // 64) * 64 + 64} or more"
+            f"set 'diskSizeMB' to {-(-needed_mb * 5 // 4 // 64) * 64 + 64} or more"
         )
     raise BackendFailed(f"mke2fs failed with exit code {result.returncode}: {output}")
 

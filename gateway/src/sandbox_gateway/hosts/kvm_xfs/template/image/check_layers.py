@@ -88,12 +88,12 @@ class Budget:
         if self._bytes < 0:
             raise TooLarge(
                 f"the image unpacks to more than {self._max_bytes >> 20} MiB, the size of the template's disk: set "
-                "diskSizeMB to a larger number"
+                "'diskSizeMB' to a larger number"
             )
         if self._entries < 0:
             raise TooLarge(
                 f"the image contains more than {self._max_entries} files and directories, the most that the template's "
-                "disk can hold: set diskSizeMB to a larger number"
+                "disk can hold: set 'diskSizeMB' to a larger number"
             )
 
     def take_stream(self, size: int) -> None:

@@ -80,6 +80,6 @@ async def check_tree_size(tree: Path, disk_mb: int) -> None:
         or await count_inodes(tree) > disk_mb * _MAX_ENTRIES_PER_MIB + 1
     ):
         raise Invalid(
-            f"the unpacked image does not fit on the template's disk of {disk_mb} MiB: set diskSizeMB to a larger "
+            f"the unpacked image does not fit on the template's disk of {disk_mb} MiB: set 'diskSizeMB' to a larger "
             "number"
         )

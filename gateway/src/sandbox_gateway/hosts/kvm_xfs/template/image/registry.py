@@ -131,7 +131,7 @@ async def copy_image(
         if size > max_copied_bytes:
             raise Invalid(
                 f"the image {image} is larger than {max_bytes >> 20} MiB, the size of the template's disk, even while "
-                "compressed: set diskSizeMB to a larger number"
+                "compressed: set 'diskSizeMB' to a larger number"
             )
 
     program = _run_skopeo(argv, image, work_directory, settings, login, _COPY_TIMEOUT_SECONDS)
