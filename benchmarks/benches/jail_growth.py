@@ -113,6 +113,10 @@ def _measure(ctx: Context, store: _Store, size: int, rounds: int, result: Result
             full_name = storage.snapshots.get_full_name(snapshot.id)
             elapsed = measure_raw_rollback(full_name, instances.dataset(f"rollback{number}"))
             samples["floor_rollback"].append(elapsed)
+            raw_clone = instances.dataset(f"rawrollback{number}")
+            _, elapsed = time_call(partial(run_command, ("zfs", "clone", full_name, raw_clone)))
+            samples["floor_rollback_clone"].append(elapsed)
+            pools.destroy_all(raw_clone)
             # In the storage, a rollback is a clone of a snapshot, and then the removal of the old clone.
             _measure_clone(store, snapshot, samples, "rollback")
             storage.snapshots.destroy(snapshot.id)
@@ -123,7 +127,8 @@ def _measure(ctx: Context, store: _Store, size: int, rounds: int, result: Result
         ("clone", "storage.instances.clone", "floor_clone"),
         ("floor_snapshot", "floor: zfs snapshot, no gateway", ""),
         ("snapshot", "storage.snapshots.capture", "floor_snapshot"),
-        ("rollback", "storage.instances.clone of a sandbox's snapshot, for a rollback", "floor_clone"),
+        ("floor_rollback_clone", "floor: zfs clone of a sandbox's snapshot, no gateway", ""),
+        ("rollback", "storage.instances.clone of a sandbox's snapshot, for a rollback", "floor_rollback_clone"),
         ("floor_rollback", "zfs rollback in place, which the storage does not use, no gateway", ""),
         ("discard", "storage.instances.discard", ""),
     ):
