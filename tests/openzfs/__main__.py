@@ -24,7 +24,7 @@ _BOOT_SECONDS = 600
 _EXTRA_SECONDS = 120
 """How much longer than a step's deadline the host waits. The guest itself stops the step, unless its kernel is hung."""
 _COMMAND_SECONDS = 3600
-_MEMORY_MB = 2048
+_MEMORY_MB = 5120
 _GUEST_STATE = "/var/tmp/grove"
 _JOB_DISK, _ENVIRONMENT_DISK, _RESULTS_DISK = "job.img", "environment.img", "results.tar"
 _RESULTS_MEGABYTES = 256

@@ -41,8 +41,15 @@ Suites: {SUITE}-security
 Components: main
 Signed-By: /usr/share/keyrings/debian-archive-keyring.gpg
 """
-ISOLATION = ("unshare", "--mount", "--propagation", "slave", "--pid", "--fork", "--kill-child")
-"""Runs a command in its own namespaces. Its mounts and processes disappear with it, and keep no host mounts busy."""
+ISOLATION = (
+    *("unshare", "--mount", "--propagation", "slave", "--pid", "--fork", "--kill-child"),
+    *("sh", "-c", 'umount --all --lazy --types fuse.zfs; exec "$@"', "sh"),
+)
+"""Runs a command in its own namespaces. Its mounts and processes disappear with it, and keep no host mounts busy.
+
+The pools of zfs-fuse that are mounted at its start are detached, because other tests could not destroy them before the
+command ends.
+"""
 _APT_SECONDS = 300
 _BUILD_SECONDS = 3600
 """The deadline of each half of the build. Compiling the kernel takes most of the time."""
@@ -147,7 +154,7 @@ def _build(sources: str, versions: dict[str, str], apt_options: list[str], work_
     shutil.move(kernel_directory / "kernel", image_directory)
     sources_file = work_directory / "host.sources"
     sources_file.write_text(sources)
-    _run_logged(_build_command(tree, sources_file), log, work_directory)
+    _run_logged([*ISOLATION, *_build_command(tree, sources_file)], log, work_directory)
     make_disk(image_directory / "disk", tree, free_megabytes=_FREE_MEGABYTES)
     (image_directory / "versions.json").write_text(json.dumps(versions, indent=1))
 
@@ -155,7 +162,6 @@ def _build(sources: str, versions: dict[str, str], apt_options: list[str], work_
 def _build_command(tree: Path, sources_file: Path) -> list[str]:
     exclusions = [f"--dpkgopt=path-exclude=/usr/share/{name}/*" for name in ("doc", "info", "locale", "man")]
     return [
-        *ISOLATION,
         *("mmdebstrap", "--verbose", "--mode=root", "--variant=minbase", "--format=directory"),
         f"--include={','.join(PACKAGES)}",
         *(exclusions),
