@@ -99,12 +99,7 @@ def run(
     except Failure as failure:
         result = make_failure_result(failure)
         if check_mode and gateway_client is not None and gateway_client.is_planning and not params.get("predict_only"):
-            result[PLAN_KEY] = _make_plan_entry(
-                gateway_client,
-                failure=failure.to_dict(),
-                unknown=[failure.condition] if failure.condition else [],
-                mentions=_list_requested_refs(gateway_client),
-            )
+            result[PLAN_KEY] = _make_failed_entry(gateway_client, failure)
     secrets = find_secrets(params)
     entry = result.pop(PLAN_KEY, None)
     masked_result: dict[str, Any] = mask_secrets(result, secrets)
@@ -204,10 +199,12 @@ class _Run:
         try:
             have = self.resource_kind.observe(self.client, self.want)
             plan: Plan = self.resource_kind.plan(self.want, have)
-        except Failure:
+        except Failure as failure:
             if self.approval is not None:
                 self.approval.check_unchanged(self._read_versions(self.client.requested_paths))
-            raise
+            if not (self.check_mode and self.client.is_planning) or self.predict_only:
+                raise
+            return self._make_unobserved_result(failure)
         self.failures = dict(plan.failures)
         shapes = self.resource_kind.get_resources_by_name(self.want, have)
         reads = self._list_reads(plan, have)
@@ -233,6 +230,19 @@ class _Run:
         if self.completed_actions or self.failures:
             shapes = self._observe_again(shapes)
         return self._build_result(shapes)
+
+    def _make_unobserved_result(self, failure: Failure) -> dict[str, Any]:
+        """Return the result of a task in a plan session that fails before it has a plan, with its entry."""
+        paths = {*self.client.requested_paths}
+        if failure.kind == "not_found":
+            # If another client creates the missing object, a run that applies the plan compares the task with it.
+            own_paths = self._list_own_paths()
+            for path in own_paths:
+                if path not in self.client.known_objects:
+                    self._read_version(path)
+            paths.update(own_paths)
+        entry = _make_failed_entry(self.client, failure, reads=self._read_versions(paths))
+        return {**make_failure_result(failure), PLAN_KEY: entry}
 
     def _list_reads(self, plan: Plan, have: Any) -> dict[str, str]:
         """Return the versions of the objects on which the task depends, by path. Call it before the plan is applied."""
@@ -612,6 +622,17 @@ def _make_plan_entry(client: Client, **fields: Any) -> dict[str, Any]:
     defaults = {"actions": [], "reads": {}, "created": {}, "costs": {}, "unknown": [], "failure": None}
     defaults |= {"conditional": [], "mentions": []}
     return {"gateway": client.gateway_id, "gateway_url": client.address.url, **defaults, **fields}
+
+
+def _make_failed_entry(client: Client, failure: Failure, **fields: Any) -> dict[str, Any]:
+    """Return the entry of a task that failed before it had a plan."""
+    return _make_plan_entry(
+        client,
+        failure=failure.to_dict(),
+        unknown=[failure.condition] if failure.condition else [],
+        mentions=_list_requested_refs(client),
+        **fields,
+    )
 
 
 def _select_keys(shape: Mapping[str, Any], keys: tuple[str, ...]) -> dict[str, Any]:
