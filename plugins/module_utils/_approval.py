@@ -94,7 +94,9 @@ def compute_object_version(
     else:
         ident = data.get("sandboxID") if path.startswith("/sandboxes") else None
         ident = ident or data.get("snapshotID") or data.get("templateID") or ""
-    version = f"id={ident} generation={data.get('generation', 0)}"
+    version = f"id={ident}"
+    if data.get("buildStatus", "ready") == "ready":  # Otherwise, it is a template that does not exist yet.
+        version += f" generation={data.get('generation', 0)}"
     if (is_removed or data.get("kind", "template") != "template") and data.get("users") is not None:
         version += " users=" + ",".join(sorted(each["name"] for each in data["users"]))
     if is_mounted and data.get("mounts") is not None:
@@ -573,8 +575,15 @@ class Approval:
             is_same = matching.bindings.get(make_volume_key(name)) == actual_ident
         else:
             is_same = matching.match_text(planned_ident, actual_ident)
+        if not is_same and path.startswith("/templates/") and is_planned_id(planned_ident):
+            raise _create_unplanned_error(
+                f"{_describe_path(path)} is not the one that this run builds: the build has not finished, or another "
+                "client has replaced the template"
+            )
         if not is_same:
             raise _create_unplanned_error(f"{_describe_path(path)} has been replaced since the plan was made")
+        if not planned_parts.keys() & actual_parts.keys() >= {"generation"}:
+            return  # The template is being built.
         planned_number, actual_number = planned_parts.get("generation", ""), actual_parts.get("generation", "")
         if planned_number != actual_number:
             raise _create_unplanned_error(

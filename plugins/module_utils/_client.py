@@ -131,6 +131,10 @@ class Client:
         """The gateway's id, known after ``enter_plan``, ``enter_run`` or ``require_version``."""
         self.typical_costs: dict[str, Any] | None = None
         """The costs of recent captures, known after ``enter_plan``; None if there were none."""
+        self.is_predicting = False
+        """Whether the requests belong to a task in check mode."""
+        self.started_builds: dict[str, str] = {}
+        """The ids of the templates whose builds the current task has started, by name."""
         self.may_change = True
         """False in a plan session if the same key may not make the session's changes."""
         self.known_objects: dict[str, Any] = {}

@@ -40,6 +40,8 @@ _UNKNOWN_KEYS = {
     "set_timeout": ("end_at",),
 }
 """For each verb, the keys whose new values are unknown until the action has been carried out."""
+UNFINISHED_BUILD_KEYS = ("status", "memory", "memory_problem", "cpus", "memory_mb", "disk_mb", "prewarm")
+"""The keys whose values depend on whether the build of a template has finished."""
 
 
 _TIME_KEYS = ("created_at", "started_at", "end_at", "updated_at", "expires_at")

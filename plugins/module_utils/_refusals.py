@@ -77,6 +77,17 @@ def create_template_not_ready_error(name: str) -> Failure:
     )
 
 
+def create_template_unusable_error(name: str, status: str) -> Failure:
+    """Return the error for a template whose build has not finished, or has failed (``status``: error)."""
+    if status == "error":
+        return Failure(f"template {name!r} does not exist, because its last build failed: build it again", "not_found")
+    return Failure(
+        f"template {name!r} is being built and cannot be used yet: wait until the build has finished, for example with "
+        "grove.sandbox.sandbox_template and wait_timeout",
+        "conflict",
+    )
+
+
 def create_sizes_differ_error(source: str, sizes: Iterable[str]) -> Failure:
     """Return the error for sizes that differ from the source's, each as "NAME CURRENT, not REQUESTED"."""
     return Failure(

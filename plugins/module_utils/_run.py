@@ -37,6 +37,7 @@ from ansible_collections.grove.sandbox.plugins.module_utils._plan import (
     RECREATING_VERBS,
     SNAPSHOT,
     TEMPLATE,
+    UNFINISHED_BUILD_KEYS,
     VOLUME,
     Action,
     Change,
@@ -83,6 +84,7 @@ def run(
     gateway_client = client
     try:
         gateway_client = gateway_client or connect(params)
+        gateway_client.is_predicting = check_mode
         try:
             if check_mode and params.get("check_run"):
                 gateway_client.enter_plan(params["check_run"], params.get("check_sessions"))
@@ -195,6 +197,7 @@ class _Run:
 
     def _plan_and_apply(self) -> dict[str, Any]:
         self.client.forget_objects()
+        self.client.started_builds.clear()
         self.planned_actions = []
         try:
             have = self.resource_kind.observe(self.client, self.want)
@@ -223,9 +226,10 @@ class _Run:
         self._apply(plan.actions)
         if self.check_mode:
             planned_shapes = self._observe_again(shapes) if self.completed_actions else shapes
-            result = self._build_result(
-                fill_values_from_session(predict(shapes, self.completed_actions), planned_shapes)
-            )
+            new_shapes = fill_values_from_session(predict(shapes, self.completed_actions), planned_shapes)
+            for name in self._list_unfinished_builds():
+                new_shapes[name].update(dict.fromkeys(UNFINISHED_BUILD_KEYS))
+            result = self._build_result(new_shapes)
             return self._add_entry(result, plan, reads, shapes, planned_shapes)
         if self.completed_actions or self.failures:
             shapes = self._observe_again(shapes)
@@ -425,9 +429,8 @@ class _Run:
         ids: dict[str, str] = {}
         for action in self.completed_actions:
             for change in action.changes:
-                if (change.before is None or action.verb in RECREATING_VERBS) and "id" in new_shapes.get(
-                    change.name, {}
-                ):
+                is_new = change.before is None or action.verb in RECREATING_VERBS
+                if is_new and "id" in new_shapes.get(change.name, {}):
                     ids[change.name] = new_shapes[change.name]["id"]
                 if change.kind == VOLUME:
                     path = f"/volumes/{quote_segment(change.name)}/snapshots"
@@ -438,6 +441,15 @@ class _Run:
                         if (name := f"{change.name}@{each['name']}") in new_names:
                             ids[name] = each["snapshotID"]
         return ids
+
+    def _list_unfinished_builds(self) -> list[str]:
+        """Return the templates whose builds the task starts without waiting for them."""
+        return [
+            change.name
+            for action in self.completed_actions
+            if action.verb == "build" and not action.request["wait"]
+            for change in action.changes
+        ]
 
     def _add_entry(
         self,
@@ -463,6 +475,8 @@ class _Run:
             conditional=[
                 change.name for action in conditional_actions for change in action.changes if change.before is None
             ],
+            unfinished=self._list_unfinished_builds(),
+            awaited=list(self.want.names) if getattr(self.want, "wait_timeout", 0) else [],
             mentions=self._list_mentions(plan.actions),
             reads=dict(reads),
             created={name: id for name, id in self._find_created_ids(planned_shapes).items() if is_planned_id(id)},
@@ -617,10 +631,10 @@ def _list_requested_refs(client: Client) -> list[str]:
 def _make_plan_entry(client: Client, **fields: Any) -> dict[str, Any]:
     """Return an entry of a plan file without the names of the host and the task, which the action plugin adds.
 
-    ``_plan_conditions`` evaluates ``conditional`` and ``mentions``.
+    ``_plan_conditions`` evaluates ``conditional``, ``unfinished``, ``awaited`` and ``mentions``.
     """
     defaults = {"actions": [], "reads": {}, "created": {}, "costs": {}, "unknown": [], "failure": None}
-    defaults |= {"conditional": [], "mentions": []}
+    defaults |= {"conditional": [], "unfinished": [], "awaited": [], "mentions": []}
     return {"gateway": client.gateway_id, "gateway_url": client.address.url, **defaults, **fields}
 
 

@@ -200,9 +200,15 @@ def find_sandboxes(client: Client, refs: tuple[str, ...]) -> dict[str, dict[str,
 
 
 def find_source(client: Client, kind: str, ref: str) -> dict[str, Any]:
-    """Return the shape of a template or snapshot. Raises Failure if it does not exist."""
+    """Return the shape of a template or snapshot. Raises Failure if it does not exist, or is not ready."""
     entry = client.get(f"/{kind}s/{quote_segment(ref)}")
-    return make_template_shape(entry) if kind == "template" else make_snapshot_shape(entry)
+    if kind == "snapshot":
+        return make_snapshot_shape(entry)
+    shape = make_template_shape(entry)
+    # The gateway also lists templates that are being built, and failed builds.
+    if shape["status"] != "ready":
+        raise _refusals.create_template_unusable_error(ref, shape["status"])
+    return shape
 
 
 def make_view(shape: Mapping[str, Any]) -> dict[str, Any]:

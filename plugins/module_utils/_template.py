@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -113,6 +114,8 @@ class CurrentState:
     artifact: Artifact | None = None
     artifact_failure: Failure | None = None
     origins: Mapping[str, str] = field(default_factory=dict)
+    build_failures: Mapping[str, Failure] = field(default_factory=dict)
+    """The failures of builds that were already running, by the names of their templates."""
 
 
 def parse_desired_state(params: Mapping[str, Any]) -> DesiredState:
@@ -157,16 +160,24 @@ def _parse_login(params: Mapping[str, Any], recipe: Mapping[str, Any]) -> dict[s
 
 def observe(client: Client, want: DesiredState) -> CurrentState:
     resources = {}
+    build_failures: dict[str, Failure] = {}
     for name in want.names:
-        entry = client.find(f"/templates/{quote_segment(name)}")
+        try:
+            _wait_for_running_build(client, want, name)
+        except Failure as failure:
+            build_failures[name] = failure
+        # Until a new build has finished, the name belongs to the old template.
+        entry = client.find(f"/templates/{quote_segment(client.started_builds.get(name, name))}")
         if entry is not None:
-            resources[name] = make_template_shape(entry)
+            shape = make_template_shape(entry)
+            # At the end of a build, the template exists for a moment without its name.
+            resources[name] = shape if shape["names"] else {**shape, "name": name, "names": [name]}
     if want.state == "absent":
         return CurrentState(resources, users={} if want.when_unused else find_users(client, resources.values()))
     missing_names = [name for name in want.names if name not in resources]
     taken_names = find_taken_names(client, missing_names, excluded_kind="template")
     if not want.artifact:
-        return CurrentState(resources, taken_names)
+        return CurrentState(resources, taken_names, build_failures=build_failures)
     artifact, artifact_failure = None, None
     try:
         artifact = find_artifact(client, want.artifact)
@@ -179,6 +190,25 @@ def observe(client: Client, want: DesiredState) -> CurrentState:
         artifact_failure=artifact_failure,
         origins=_find_origins(client, resources),
     )
+
+
+def _wait_for_running_build(client: Client, want: DesiredState, name: str) -> None:
+    """Wait for a build of the same recipe that an earlier task or another client has started. Raises Failure.
+
+    The task then changes nothing, as a check-mode run predicts, which assumes that running builds succeed.
+    """
+    if want.state == "absent" or want.artifact or not want.wait_timeout or name in client.started_builds:
+        return
+    if client.is_predicting and not client.is_planning:
+        return  # Only the builds of a plan session finish at once.
+    entry = client.find(f"/templates/{quote_segment(name)}")
+    if entry is None or _is_up_to_date(want, make_template_shape(entry)):
+        return
+    entries = [entry] if entry.get("buildStatus") == "building" else client.list_all("/templates")
+    for each in entries:
+        shape = make_template_shape(each)
+        if shape["status"] == "building" and shape["name"] == name and _has_same_recipe(want, shape):
+            _wait_for_build(client, name, each, want.wait_timeout)
 
 
 def _find_origins(client: Client, resources: Mapping[str, Mapping[str, Any]]) -> dict[str, str]:
@@ -218,6 +248,8 @@ def _plan_template(want: DesiredState, have: CurrentState, name: str) -> list[Ac
             if current_shape is None or current_shape["status"] == "error"
             else [_plan_removal(want, have, name, current_shape)]
         )
+    if name in have.build_failures:
+        raise have.build_failures[name]
     if current_shape is None and name in have.taken_names:
         raise _refusals.create_name_taken_error(name, have.taken_names[name])
     if want.artifact:
@@ -285,12 +317,15 @@ def _is_up_to_date(want: DesiredState, current_shape: Mapping[str, Any]) -> bool
     gateway cannot determine counts as not outdated.
     """
     accepted_statuses = ("ready",) if want.wait_timeout else ("ready", "building")
-    has_same_recipe = all(current_shape["recipe"].get(option) == value for option, value in want.recipe.items())
     return (
         current_shape["status"] in accepted_statuses
-        and has_same_recipe
+        and _has_same_recipe(want, current_shape)
         and not (want.rebuild_outdated and current_shape["outdated"])
     )
+
+
+def _has_same_recipe(want: DesiredState, current_shape: Mapping[str, Any]) -> bool:
+    return all(current_shape["recipe"].get(option) == value for option, value in want.recipe.items())
 
 
 def _plan_removal(want: DesiredState, have: CurrentState, name: str, current_shape: Mapping[str, Any]) -> Action:
@@ -304,8 +339,13 @@ def apply(action: Action, client: Client) -> dict[str, Failure]:
     request = action.request
     if action.verb == "build":
         template = client.post("/templates", {**request["body"], **request.get(LOGIN_KEY, {})})
+        client.started_builds[action.changes[0].name] = template["templateID"]
         if template.get("buildStatus") != "ready" and request["wait"]:
             _wait_for_build(client, action.changes[0].name, template, request["wait"])
+        elif template.get("buildStatus") != "ready" and client.is_planning:
+            # The build finishes at once. Without this, the next task could find it unfinished.
+            with contextlib.suppress(Failure):
+                _wait_for_build(client, action.changes[0].name, template, client.timeout)
     elif action.verb == "pull":
         # If the tag is moved meanwhile, pull what was planned.
         reference = replace_tag(request["reference"], request["digest"])

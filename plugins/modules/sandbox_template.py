@@ -161,6 +161,7 @@ options:
   wait_timeout:
     description:
       - Time limit in seconds for the build. With V(0), the module does not wait for it.
+      - If a build of the same recipe is already running, the module waits for that build, and changes nothing.
     type: int
     default: 3600
   when_unused:

@@ -580,6 +580,99 @@ def test_an_object_created_by_another_client_is_kept(
     assert read_state(client) == before
 
 
+@pytest.mark.parametrize(
+    "task",
+    [
+        ("sandbox", {"name": ["box"], "template": "late"}),
+        ("fork", {"snapshot": "s", "names": ["of-s"]}),
+        ("snapshot", {"name": ["s"], "sandbox": ["box"]}),
+        ("rollback", {"sandbox": ["box"], "snapshot": "s"}),
+    ],
+    ids=lambda task: task[0],
+)
+def test_a_task_whose_objects_were_missing_does_not_succeed(gateway: MemoryGateway, client: Client, task: Task) -> None:
+    """Otherwise, the run would not enter the rescue section that the plan expects."""
+    (entry,) = make_plan(gateway, task)
+    assert entry["failure"]["kind"] == "not_found" and not entry["actions"]
+    assert apply_task(client, task, entry)["failure"]["kind"] == "not_found"
+    gateway.build_template("late")
+    for each in (
+        ("sandbox", {"name": ["box"], "template": "late"}),
+        ("snapshot", {"name": ["s"], "sandbox": ["box"]}),
+        ("fork", {"snapshot": "s", "names": ["of-s"]}),
+    ):
+        assert run_task(client, *each)["changed"]
+    assert not run_task(client, *task).get("failed"), "without a plan, there is nothing to do"
+    result = apply_task(client, task, entry)
+    assert result["failure"]["kind"] == "not_planned", result
+    assert "did not exist when the plan was made" in result["msg"]
+
+
+BUILD_TASK = ("template", {"name": ["slow"], "packages": ["curl"]})
+START_BUILD_TASK = ("template", {**BUILD_TASK[1], "wait_timeout": 0})
+USE_BUILD_TASK = ("sandbox", {"name": ["box"], "template": "slow"})
+
+
+@pytest.fixture
+def slow_builds(gateway: MemoryGateway, client: Client) -> Iterator[None]:
+    gateway.host.build_seconds = 0.5
+    yield
+    assert run_task(client, *BUILD_TASK)["templates"][0]["status"] == "ready"  # the build has ended
+
+
+@pytest.mark.parametrize("is_replacement", [False, True])
+@pytest.mark.usefixtures("slow_builds")
+def test_a_task_can_wait_for_a_build_that_an_earlier_task_started(
+    gateway: MemoryGateway, client: Client, is_replacement: bool
+) -> None:
+    if is_replacement:
+        gateway.build_template("slow")
+    tasks = [START_BUILD_TASK, BUILD_TASK, USE_BUILD_TASK]
+    entries = make_plan(gateway, *tasks)
+    state = make_initial_state()
+    results = [apply_task(client, task, *entries, state=state) for task in tasks]
+    assert [result["changed"] for result in results] == [True, False, True], results
+    assert results[0]["templates"][0]["id"] == results[2]["sandboxes"][0]["forked_from"]
+
+
+@pytest.mark.parametrize("is_replacement", [False, True])
+@pytest.mark.usefixtures("slow_builds")
+def test_a_template_is_not_used_before_its_build_has_finished(
+    gateway: MemoryGateway, client: Client, is_replacement: bool
+) -> None:
+    if is_replacement:
+        gateway.build_template("slow")
+    entries = make_plan(gateway, START_BUILD_TASK, USE_BUILD_TASK)
+    state = make_initial_state()
+    started = apply_task(client, START_BUILD_TASK, *entries, state=state)
+    assert started["changed"] and started["templates"][0]["status"] == "building"
+    assert started["templates"][0]["name"] == "slow"
+    failed = apply_task(client, USE_BUILD_TASK, *entries, state=state)
+    reason = "the build has not finished" if is_replacement else "template 'slow' is being built"
+    assert failed["failed"] and reason in failed["msg"], failed
+    run_task(client, *BUILD_TASK)
+    assert apply_task(client, USE_BUILD_TASK, *entries, state=state)["changed"]
+
+
+@pytest.mark.parametrize("is_checked", [False, True])
+def test_a_template_whose_build_failed_cannot_be_used(gateway: MemoryGateway, client: Client, is_checked: bool) -> None:
+    build_task = ("template", {"name": ["broken"], "setup": ["fail"]})
+    assert run_task(client, *build_task)["failure"]["kind"] == "backend_failed"
+    task = ("sandbox", {"name": ["box"], "template": "broken"})
+    failure = make_plan(gateway, task)[0]["failure"] if is_checked else run_task(client, *task)["failure"]
+    assert failure["kind"] == "not_found" and "its last build failed" in failure["message"]
+
+
+def test_the_failure_of_a_running_build_is_reported_by_the_task_that_waits(
+    gateway: MemoryGateway, client: Client
+) -> None:
+    gateway.host.build_seconds = 0.3
+    recipe = {"setup": ["fail"]}
+    assert run_task(client, "template", {"name": ["broken"], "wait_timeout": 0, **recipe})["changed"]
+    result = run_task(client, "template", {"name": ["broken", "fine"], "continue_on_error": True, **recipe})
+    assert result["failed"] and "the build of template 'broken' failed" in result["outcomes"][0]["failure"]["message"]
+
+
 def test_user_values_are_compared_regardless_of_their_keys(gateway: MemoryGateway, client: Client) -> None:
     def make_task(value: str, timeout: int) -> Task:
         metadata = {"address": value, "end": value, "serial": "000000001234"}

@@ -25,7 +25,18 @@ from sandbox_gateway.recipes import Recipe
 from sandbox_gateway.records import Sandbox, Snapshot
 from tests.api.memory_gateway import MemoryGateway
 from tests.api.memory_host import MemoryHost
-from tests.collection.plays import BY_ID, Node, PlayChecks, PlayTask, make_plays, make_tasks, read_play_count, run_task
+from tests.collection.plays import (
+    BY_ID,
+    Node,
+    PlayChecks,
+    PlayTask,
+    is_condition,
+    make_entries,
+    make_plays,
+    make_tasks,
+    read_play_count,
+    run_task,
+)
 
 tasks = make_tasks(with_templates=True, with_files=True)
 with_and_without_plan = pytest.mark.parametrize(
@@ -194,6 +205,39 @@ def test_a_plan_contains_templates_that_another_client_is_building(
         host.build_event.set()
         gateway.end()
     assert checks.tasks == {"changed": 1, "ok": 2}
+
+
+def test_a_plan_marks_what_depends_on_a_build_that_no_task_waits_for(gateway: MemoryGateway) -> None:
+    start: PlayTask = ("template", {"name": ["web"], "packages": ["curl"], "wait_timeout": 0})
+    wait: PlayTask = ("template", {"name": ["web"], "packages": ["curl"]})
+    box: PlayTask = ("sandbox", {"name": ["w"], "template": "web"})
+    capture: PlayTask = ("snapshot", {"name": ["of-w"], "sandbox": ["w"]})
+    client = Client(gateway.unix_url)
+    for play, notes in (
+        (
+            [start, box, capture, wait],
+            [
+                [],
+                ["depends on template web, whose build might not have finished by then"],
+                ["depends on w, which the run might not create"],
+                [],
+            ],
+        ),
+        ([start, wait, box, capture], [[], [], [], []]),
+    ):
+        gateway.clear()
+        planner = Client(gateway.unix_url)
+        try:
+            assert planner.enter_plan(f"unfinished-builds-{len(notes[1])}-000000")
+            results = {str(number): run_task(planner, *task, check=True) for number, task in enumerate(play)}
+        finally:
+            client.delete(planner.session_path)
+            planner.close()
+        template = results["0"]["templates"][0]
+        assert template["id"].startswith("known-after-apply-") and template["status"] is template["cpus"] is None
+        entries = make_entries(results)
+        assert [[note for note in each["unknown"] if is_condition(note)] for each in entries] == notes
+    client.close()
 
 
 TWO_FORKS_TASK: PlayTask = ("fork", {"snapshot": "s", "count": 2, "name_prefix": "y"})
