@@ -43,8 +43,11 @@ _UNPLANNED_REQUEST_KEYS = frozenset(("end", LOGIN_KEY))
 """Keys of requests that a plan does not contain: the end depends on the time of the run, and the view contains the
 timeout itself. A login is secret, and a run may have another one.
 """
-_OVERWRITTEN_KEY = "overwrites"
-"""In an export request, the key of the id of the snapshot in the existing file; "" if there is no such file."""
+TARGET_KEYS = {"export": ("file", "overwrites"), "push": ("reference", "replaces")}
+"""For verbs of actions that write outside the gateway: in their requests, the key of the place, and the key of the id
+of the snapshot in the existing file, or of the digest of the existing artifact; "" if there is none.
+"""
+_OVERWRITTEN_KEYS = tuple(key for _target_key, key in TARGET_KEYS.values())
 _TIMEOUT_VERBS = ("clone", "create", "fork", "replace", "set_timeout")
 """Verbs of actions that set the timeout. The views of other actions contain the remaining time, which changes."""
 _PLANNED_ID_PATTERN = re.compile(rf"({PLANNED_ID_PREFIX}[0-9a-f]{{4}})")
@@ -367,7 +370,8 @@ def list_own_snapshots(volume: str, view: Mapping[str, Any] | None) -> set[str]:
 class Approval:
     """The part of an applied plan that concerns one task, which is the modules' option ``approved_plan``.
 
-    ``exported``: for each file, the ids of the snapshots that this run has exported to it, on any host. ``host``: the
+    ``exported``: for each file, the ids of the snapshots that this run has exported to it, on any host; for each
+    reference, the digests of the artifacts that it has pushed. ``host``: the
     name that the task's host had in the check-mode run. ``entries``: the task's entries that this run has not
     used yet, each with its ``number``, including those of hosts that declare the same objects. ``gateways``: for
     each gateway, ``bindings``, the real ids that earlier tasks found for planned ones, and the times at which they
@@ -441,6 +445,7 @@ class Approval:
                 approved_actions = list(actions)
                 if may_fail:
                     approved_actions = _drop_failing_actions(planned_actions, actions, matching)
+                planned_actions = self._drop_repeated_exports(planned_actions, actions)
                 if actions:
                     _match_actions(planned_actions, approved_actions, matching)
                     self._check_overwritten_files(planned_actions, approved_actions)
@@ -539,18 +544,38 @@ class Approval:
     def _check_overwritten_files(self, planned: Iterable[Mapping[str, Any]], actual: Iterable[Action]) -> None:
         """Check that an export overwrites only the snapshot that the check-mode run found, or a snapshot of this run.
 
-        In a check-mode run, earlier tasks write no files.
+        The same applies to the artifact that a push replaces. In a check-mode run, earlier tasks write no files, and
+        push nothing.
         """
         for planned_action, action in zip(planned, actual):
-            if action.verb != "export":
+            if action.verb not in TARGET_KEYS:
                 continue
-            file, overwritten_id = action.request["file"], action.request[_OVERWRITTEN_KEY]
-            planned_id = planned_action["request"].get(_OVERWRITTEN_KEY, "")
-            if overwritten_id not in ("", planned_id, *self._exported.get(file, ())):
-                before = f"snapshot {planned_id}" if planned_id else "no snapshot"
+            target_key, overwritten_key = TARGET_KEYS[action.verb]
+            target, overwritten_id = action.request[target_key], action.request[overwritten_key]
+            planned_id = planned_action["request"].get(overwritten_key, "")
+            if overwritten_id not in ("", planned_id, *self._exported.get(target, ())):
+                noun = "snapshot" if action.verb == "export" else "artifact"
+                before = f"{noun} {planned_id}" if planned_id else f"no {noun}"
                 raise _create_unplanned_error(
-                    f"{file} now contains snapshot {overwritten_id}, but contained {before} when the plan was made"
+                    f"{target} now contains {noun} {overwritten_id}, but contained {before} when the plan was made"
                 )
+
+    def _drop_repeated_exports(
+        self, planned: Iterable[Mapping[str, Any]], actual: Iterable[Action]
+    ) -> list[Mapping[str, Any]]:
+        """Return the planned actions, except exports and pushes that this run itself has already made.
+
+        In a check-mode run, a later task or another host does not find what an earlier one writes.
+        """
+        remaining = {(action.verb, insert_planned_ids(action.changes[0].name, self.bindings)) for action in actual}
+        written = {insert_planned_ids(target, self.bindings) for target in self._exported}
+        return [
+            action
+            for action in planned
+            if action["verb"] not in TARGET_KEYS
+            or (action["verb"], action["changes"][0]["name"]) in remaining
+            or action["request"][TARGET_KEYS[action["verb"]][0]] not in written
+        ]
 
     def _check_version(self, entry: Entry, path: str, actual: str, matching: _Matching) -> None:
         planned = entry["reads"][path]
@@ -844,7 +869,7 @@ def _match_actions(planned: Sequence[Mapping[str, Any]], actual: Sequence[Action
         ignored_keys = _UNKNOWABLE_VIEW_KEYS if verb in _TIMEOUT_VERBS else {*_UNKNOWABLE_VIEW_KEYS, "timeout"}
         for planned_change, change in zip(planned_changes, action.changes):
             matching.check_value(planned_change["after"], change.after, f"{verb} {change.name}", ignored_keys)
-        ignored_request_keys = {*_UNPLANNED_REQUEST_KEYS, _OVERWRITTEN_KEY}
+        ignored_request_keys = {*_UNPLANNED_REQUEST_KEYS, *_OVERWRITTEN_KEYS}
         matching.check_value(planned_action["request"], action.request, f"{verb} request", ignored_request_keys)
 
 

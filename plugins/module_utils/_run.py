@@ -9,6 +9,7 @@ A check-mode run applies the plan in a plan session, if the gateway has one. Oth
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
@@ -24,6 +25,7 @@ from ansible_collections.grove.sandbox.plugins.module_utils._approval import (
     list_own_snapshots,
     make_volume_key,
 )
+from ansible_collections.grove.sandbox.plugins.module_utils._artifacts import find_artifact
 from ansible_collections.grove.sandbox.plugins.module_utils._client import (
     ID_PATTERN,
     PAGE_SIZE,
@@ -388,17 +390,24 @@ class _Run:
             "gateway": self.client.gateway_id,
             "bindings": bindings,
             "exported": {
-                action.request["file"]: self._find_exported_id(action, change, new_shapes)
+                action.request["file" if action.verb == "export" else "reference"]: self._find_exported_id(
+                    action, change, new_shapes
+                )
                 for action in self.completed_actions
                 for change in action.changes
-                if action.verb == "export" and change.name in new_shapes
+                if action.verb in ("export", "push") and change.name in new_shapes
             },
             "opened_at": {_make_run_key(self.client): self.client.run_opened_at},
         }
         return {**result, PLAN_KEY: usage}
 
     def _find_exported_id(self, action: Action, change: Change, new_shapes: Mapping[str, Mapping[str, Any]]) -> str:
-        """Return the id of the snapshot that an action has exported."""
+        """Return the id of the snapshot that an action has exported, or the digest of what it has pushed."""
+        if action.verb == "push":
+            artifact = None
+            with contextlib.suppress(Failure):  # The change has been made.
+                artifact = find_artifact(self.client, action.request["reference"])
+            return artifact.digest if artifact is not None else ""
         if change.kind != VOLUME:
             return str(new_shapes[change.name]["id"])
         snapshots = self.client.known_objects.get(f"/volumes/{quote_segment(change.name)}/snapshots") or ()

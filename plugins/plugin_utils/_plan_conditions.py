@@ -9,6 +9,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
+from ansible_collections.grove.sandbox.plugins.module_utils._approval import TARGET_KEYS
+
 _JOURNAL_KEYS = ("conditional", "unfinished", "awaited", "mentions")
 """Keys of entries that a plan file does not contain."""
 
@@ -25,6 +27,8 @@ def mark_dependent_entries(entries: Iterable[dict[str, Any]]) -> list[dict[str, 
     """By gateway, and name or id: the name of an object that the run might not create."""
     unfinished_names: dict[tuple[str, str], str] = {}
     """By gateway, and name or id: the name of a template whose build might not have finished."""
+    written_names: dict[tuple[str, str, str], str] = {}
+    """By gateway, verb, and file or reference: the name of the snapshot that an earlier task writes there."""
     marked_entries = []
     for entry in entries:
         conditional_names = entry.get("conditional", [])
@@ -47,11 +51,25 @@ def mark_dependent_entries(entries: Iterable[dict[str, Any]]) -> list[dict[str, 
                 uncertain[gateway, name] = name
                 if name in entry["created"]:
                     uncertain[gateway, entry["created"][name]] = name
+        repeated_targets = []
+        for action in entry["actions"]:
+            name, is_new = action["changes"][0]["name"], action["changes"][0]["before"] is None
+            if action["verb"] in TARGET_KEYS:
+                target = action["request"][TARGET_KEYS[action["verb"]][0]]
+                key = (gateway, action["verb"], target)
+                if written_names.get(key) == name:
+                    repeated_targets.append((target, name))
+                written_names[key] = name
+            elif is_new:  # The name now belongs to another snapshot.
+                written_names = {key: each for key, each in written_names.items() if each != name}
         marked_entry = {key: value for key, value in entry.items() if key not in _JOURNAL_KEYS}
         marked_entry["unknown"] = [
             *entry["unknown"],
             *(f"depends on {name}, which the run might not create" for name in used_names),
             *(f"depends on template {name}, whose build might not have finished by then" for name in used_templates),
+        ]
+        marked_entry["unknown"] += [
+            f"only if {target} does not contain {name} by then" for target, name in repeated_targets
         ]
         marked_entries.append(marked_entry)
     return marked_entries

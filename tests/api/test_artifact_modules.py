@@ -9,6 +9,11 @@ from typing import Any
 import httpx
 import pytest
 from ansible_collections.grove.sandbox.plugins.module_utils import _fork, _snapshot, _template
+from ansible_collections.grove.sandbox.plugins.module_utils._approval import (
+    make_approved_option,
+    make_initial_state,
+    update_state,
+)
 from ansible_collections.grove.sandbox.plugins.module_utils._artifacts import replace_tag
 from ansible_collections.grove.sandbox.plugins.module_utils._run import PLAN_KEY, run
 
@@ -162,6 +167,32 @@ def test_check_mode_continues_with_what_it_would_pull(
     assert missing["failure"]["kind"] == "not_found"
     assert missing[PLAN_KEY]["unknown"] == [f"only if no earlier task of the run pushes {reference}-missing"]
     assert client.get("/snapshots/copy").status_code == 404 and len(gateway.host.sources) == sources
+
+
+def test_a_plan_with_several_pushes_to_one_tag_is_applied(
+    gateway: MemoryGateway, client: httpx.Client, reference: str
+) -> None:
+    for name in ("one", "two", "three"):
+        take(client, name)
+    assert run_task(_snapshot, gateway, name=["three"], push_to=reference)["changed"]
+    tasks = [{"name": [name], "push_to": reference} for name in ("one", "one", "two")]
+    session: dict[str, Any] = {"check": True, "check_run": f"a check-mode run {reference}"}
+    entries = [run_task(_snapshot, gateway, **session, **task)[PLAN_KEY] for task in tasks]
+    assert [[action["verb"] for action in entry["actions"]] for entry in entries] == [["push"]] * 3
+
+    def apply(state: dict[str, Any], task: dict[str, Any]) -> Any:
+        result = run_task(_snapshot, gateway, **task, approved_plan=make_approved_option(entries, {}, state))
+        if PLAN_KEY in result:
+            update_state(state, result[PLAN_KEY])
+        return result
+
+    assert run_task(_snapshot, gateway, name=["two"], push_to=reference)["changed"]
+    refusal = apply(make_initial_state(), tasks[0])
+    assert refusal["failure"]["kind"] == "not_planned" and f"{reference} now contains artifact" in refusal["msg"]
+    assert run_task(_snapshot, gateway, name=["three"], push_to=reference)["changed"]
+    state = make_initial_state()
+    results = [apply(state, task) for task in tasks]
+    assert [result["changed"] for result in results] == [True, False, True], results
 
 
 def test_check_mode_needs_a_key_with_the_scope_admin(

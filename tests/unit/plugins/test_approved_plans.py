@@ -22,6 +22,7 @@ from ansible_collections.grove.sandbox.plugins.module_utils._client import Clien
 from ansible_collections.grove.sandbox.plugins.module_utils._failure import Failure
 from ansible_collections.grove.sandbox.plugins.module_utils._plan import Action
 from ansible_collections.grove.sandbox.plugins.module_utils._run import PLAN_KEY
+from ansible_collections.grove.sandbox.plugins.plugin_utils._plan_conditions import mark_dependent_entries
 
 from sandbox_gateway.hosts.base import Log
 from sandbox_gateway.image_references import RegistryLogin
@@ -1160,6 +1161,27 @@ def test_an_export_replaces_the_planned_snapshot_and_the_runs_own_exports(
         assert not run_task(client, *make_export("idle", file))["changed"]
         for name in ("new", "late"):
             assert run_task(client, "snapshot", {"name": [name], "state": "absent"})["changed"]
+
+
+def test_a_repeated_export_is_not_needed(gateway: MemoryGateway, client: Client, tmp_path: Path) -> None:
+    """Several hosts can export one snapshot to a file on the control node. Only one of them finds no such file."""
+    for index, export in enumerate((make_export, make_volume_export)):
+        name = ("golden", "monday")[index]
+        file, other_file = tmp_path / f"file-{index}", tmp_path / f"other-{index}"
+        tasks = [export(name, file), export(name, file), export(name, other_file)]
+        entries = mark_dependent_entries(make_plan(gateway, *tasks))
+        changed_name = ("golden", "data")[index]
+        assert [entry["unknown"] for entry in entries] == [
+            [],
+            [f"only if {file} does not contain {changed_name} by then"],
+            [],
+        ]
+        state = make_initial_state()
+        results = [apply_task(client, task, *entries, state=state) for task in tasks[:2]]
+        assert [result["changed"] for result in results] == [True, False], results
+        assert not results[1].get("failed"), results[1]
+        assert run_task(client, *tasks[2])["changed"]
+        assert "someone else" in apply_task(client, tasks[2], *entries, state=state)["msg"]
 
 
 def make_volume_export(snapshot: str, file: Path) -> Task:
