@@ -134,7 +134,7 @@ class Client:
         self.is_predicting = False
         """Whether the requests belong to a task in check mode."""
         self.started_builds: dict[str, str] = {}
-        """The ids of the templates whose builds the current task has started, by name."""
+        """The ids of the templates whose builds the current task has started, or has waited for in vain, by name."""
         self.may_change = True
         """False in a plan session if the same key may not make the session's changes."""
         self.known_objects: dict[str, Any] = {}

@@ -208,7 +208,11 @@ def _wait_for_running_build(client: Client, want: DesiredState, name: str) -> No
     for each in entries:
         shape = make_template_shape(each)
         if shape["status"] == "building" and shape["name"] == name and _has_same_recipe(want, shape):
-            _wait_for_build(client, name, each, want.wait_timeout)
+            try:
+                _wait_for_build(client, name, each, want.wait_timeout)
+            except Failure:
+                client.started_builds[name] = each["templateID"]  # Do not wait for it again.
+                raise
 
 
 def _find_origins(client: Client, resources: Mapping[str, Mapping[str, Any]]) -> dict[str, str]:

@@ -7,6 +7,7 @@ import hashlib
 import itertools
 import json
 import re
+import time
 import uuid
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -672,6 +673,16 @@ def test_the_failure_of_a_running_build_is_reported_by_the_task_that_waits(
     assert run_task(client, "template", {"name": ["broken"], "wait_timeout": 0, **recipe})["changed"]
     result = run_task(client, "template", {"name": ["broken", "fine"], "continue_on_error": True, **recipe})
     assert result["failed"] and "the build of template 'broken' failed" in result["outcomes"][0]["failure"]["message"]
+
+
+def test_a_task_waits_for_a_running_build_only_once(gateway: MemoryGateway, client: Client) -> None:
+    gateway.host.build_seconds = 6
+    run_task(client, *START_BUILD_TASK)
+    began_at = time.monotonic()
+    result = run_task(client, "template", {**BUILD_TASK[1], "wait_timeout": 2, "continue_on_error": True})
+    assert result["failure"]["kind"] == "timeout" and time.monotonic() - began_at < 4
+    assert result["templates"][0]["status"] == "building"
+    run_task(client, *BUILD_TASK)
 
 
 def test_user_values_are_compared_regardless_of_their_keys(gateway: MemoryGateway, client: Client) -> None:
