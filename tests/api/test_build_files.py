@@ -15,6 +15,7 @@ import httpx
 import pytest
 
 from sandbox_gateway.api.access import signed_urls
+from sandbox_gateway.engine import build_files
 from sandbox_gateway.engine.image_steps import build_archive_path
 from sandbox_gateway.hosts.base import Room
 from tests.api.memory_gateway import ADMIN_KEY, EXEC_KEY, READ_KEY, MemoryGateway
@@ -187,12 +188,25 @@ def test_only_an_admin_gets_urls_and_uploads_without_one(
 def test_a_plan_session_stores_no_files(memory_gateway: MemoryGateway, archive_directory: Path) -> None:
     with memory_gateway.client(READ_KEY) as client:
         plan = client.post("/plans", json={"run": "a test of uploads"}).json()["planID"]
-        for response in (
-            client.get(f"/plans/{plan}/templates/base/files/{DIGEST}"),
-            client.put(f"/plans/{plan}/build-files/{DIGEST}", content=b"x"),
-        ):
-            assert (response.status_code, response.json()["kind"]) == (400, "unsupported")
+        response = client.get(f"/plans/{plan}/templates/base/files/{DIGEST}")
+        assert (response.status_code, response.json()["kind"]) == (400, "unsupported")
+        assert client.put(f"/plans/{plan}/build-files/{DIGEST}", content=b"x").status_code == 204
+        body = {"dockerfile": "FROM app\nCOPY a b /c/", "digests": {"a": DIGEST, "b": OTHER_DIGEST}}
+        assert client.post(f"/plans/{plan}/dockerfiles", json=body).json()["missingDigests"] == [OTHER_DIGEST]
     assert list_names(archive_directory) == []
+    with memory_gateway.client(ADMIN_KEY) as client:
+        assert client.post("/dockerfiles", json=body).json()["missingDigests"] == [DIGEST, OTHER_DIGEST]
+
+
+def test_the_number_of_uploads_in_a_plan_session_is_limited(
+    memory_gateway: MemoryGateway, archive_directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(build_files, "_MAX_ANNOUNCED", 1)
+    with memory_gateway.client(READ_KEY) as client:
+        plan = client.post("/plans", json={"run": "a test of many uploads"}).json()["planID"]
+        responses = [client.put(f"/plans/{plan}/build-files/{digest}") for digest in (DIGEST, OTHER_DIGEST)]
+    assert responses[0].status_code == 204
+    assert "more than 1 uploads: split the play" in responses[1].json()["message"]
 
 
 def test_an_invalid_digest_is_refused(api: httpx.Client, archive_directory: Path) -> None:

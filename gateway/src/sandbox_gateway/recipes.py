@@ -59,6 +59,8 @@ class Recipe(BaseModel):
     ready_probe: str = ""
     ready_timeout: float = Field(default=60, gt=0, le=3600)
     setup_timeout: float = Field(default=1800, gt=0, le=86400)
+    setup_network: bool = True
+    """Whether the machine has access to the network until it is captured."""
     resources: Resources = Field(default_factory=Resources)
 
     @model_validator(mode="after")
@@ -109,6 +111,9 @@ class Recipe(BaseModel):
             del fields["image"]
         if not self.template:
             del fields["template"]
+        if self.setup_network:
+            # The same applies to recipes that do not restrict the network.
+            del fields["setup_network"]
         return _compute_digest(fields, salts)
 
 

@@ -426,7 +426,7 @@ def test_the_settings_of_an_image_are_read() -> None:
         "WorkingDir": "srv",
     }
     assert read_start_settings({"config": settings}) == StartSettings(
-        ["/run", "--port", "80"], {"A": "b=c", "EMPTY": ""}, "1000:5", "/srv"
+        ["/run", "--port", "80"], {"A": "b=c", "EMPTY": ""}, "1000:5", "/srv", ["/run"]
     )
     for empty_config in ({}, {"config": None}, {"config": {"Env": None, "Cmd": None, "User": None}}):
         assert read_start_settings(empty_config) == StartSettings()

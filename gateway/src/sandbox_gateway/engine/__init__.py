@@ -22,7 +22,8 @@ groups each group uses.
   template copy.
 * Operations that are built on the primitives: ``snapshots`` and ``lineage``, ``forks``, ``sandboxes``, ``templates``.
   Their steps: ``spec``, ``fork_plan``, ``mount_plan``, ``mount_paths``, ``timeouts``, ``replacement``,
-  ``template_builder``, ``builds``, ``image_steps``; ``retention`` selects the snapshots that a new one replaces.
+  ``template_builder``, ``builds``, ``image_steps``; ``dockerfiles`` and ``context_patterns`` translate Dockerfiles to
+  such steps; ``retention`` selects the snapshots that a new one replaces.
 * Work that no request triggers: ``loads`` measures sandboxes; ``recovery`` runs at start-up; ``expiry``.
 
 The package ``plans`` opens plan sessions for check mode. Each session is a second engine over a host without machines.

@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import errno
+import io
 import os
 import secrets
 import time
@@ -31,6 +32,7 @@ _MIN_KEEP_SECONDS = 3600
 """An archive that was used within this time is not removed to make room: its build may be about to start."""
 _SWEEP_INTERVAL_SECONDS = 3600
 _PIECE_BYTES = 1 << 20
+_MAX_ANNOUNCED = 1000
 _PARTIAL_PREFIX = ".partial-"
 _CREATE_FLAGS = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
 
@@ -57,6 +59,7 @@ class BuildFiles:
         self._directory = context.config.host.state_root / "build-files"
         self._limit_mb = context.config.limits.upload_mb
         self._max_bytes = self._limit_mb << 20
+        self._announced_digests: set[str] = set()
         self._uploading_bytes = 0
         """The sizes that running uploads have announced."""
 
@@ -85,6 +88,20 @@ class BuildFiles:
         paths = [path for path in self._directory.iterdir() if not path.name.startswith(_PARTIAL_PREFIX)]
         return sorted(((path, path.stat()) for path in paths), key=lambda entry: entry[1].st_mtime)
 
+    @property
+    def max_archive_bytes(self) -> int:
+        return self._max_bytes
+
+    def has(self, digest: str) -> bool:
+        """Return whether the archive exists or was announced."""
+        return digest in self._announced_digests or (self._directory / digest).exists()
+
+    def announce(self, digest: str) -> None:
+        """In a plan session, make builds behave as if the archive were stored, because the run will upload it."""
+        if len(self._announced_digests) >= _MAX_ANNOUNCED:
+            raise OverQuota(f"the plan session has more than {_MAX_ANNOUNCED} uploads: split the play")
+        self._announced_digests.add(digest)
+
     def mark_used(self, digest: str) -> bool:
         """Return whether the archive exists. If it does, mark it as used now."""
         try:
@@ -96,12 +113,15 @@ class BuildFiles:
     def require_archives(self, commands: Iterable[str]) -> None:
         """Raise Conflict unless all archives that these commands copy exist."""
         for digest in filter(None, map(find_archive, commands)):
-            if not (self._directory / digest).exists():
+            if not self.has(digest):
                 raise _create_missing_error(digest)
 
     @contextlib.contextmanager
     def opened(self, digest: str) -> Iterator[StoredArchive]:
         """Open an archive. Raises Conflict if it does not exist."""
+        if digest in self._announced_digests:
+            yield StoredArchive(0, io.BytesIO())
+            return
         try:
             file = (self._directory / digest).open("rb")
         except FileNotFoundError:

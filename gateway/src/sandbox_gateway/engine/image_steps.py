@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 import shlex
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -59,6 +59,10 @@ class ImageSteps:
 
     max_bytes: int
     """The maximum size of all commands."""
+    expands_variables: bool = False
+    """Whether ``${NAME}`` stands for a variable of the image, and ``$$`` for a dollar sign, in variables, working
+    directories, users, and the destinations and owners of COPY steps.
+    """
     commands: list[str] = field(default_factory=list)
     _changes: dict[str, Any] = field(default_factory=dict)
     _size: int = 0
@@ -94,10 +98,34 @@ class ImageSteps:
 
         Raises Invalid if the command is too long.
         """
-        return self._launch([*_SHELL, text], text, **changes)
+        return self._launch(text, args=[*_SHELL, text], **changes)
 
-    def _launch(self, args: Sequence[str], description: str, **changes: Any) -> str:
-        settings = {"args": args, **self._changes, **changes}
+    def build_start_command(self, members: Mapping[str, Any]) -> str:
+        """Return a shell command that starts the image's entry point, changed by ``members`` and the steps so far.
+
+        ``members``: ``args`` replaces the entry point with its arguments, and ``cmd`` only the arguments. Returns "" if
+        nothing changes.
+        """
+        if not members and not self._changes:
+            return ""
+        if members.get("args") == []:
+            return "true"
+        return self._launch("that starts the image", **members)
+
+    def add_run(self, args: Sequence[str], extra_env: Mapping[str, str]) -> None:
+        """Add a step that runs a program with variables that later steps do not see."""
+        env = {**extra_env, **self._changes.get("env", {})}
+        members: dict[str, Any] = {"env": env} if env else {}
+        self._add_command(self._launch(" ".join(args), args=args, **members))
+
+    def _launch(self, description: str, *, expand_args: bool = False, **members: Any) -> str:
+        # The arguments come first, because messages show only the beginning of a command.
+        settings = {**({"args": members["args"]} if "args" in members else {}), **self._changes, **members}
+        if self.expands_variables:
+            candidates = ("env", "cwd", "user", *(("args",) if expand_args else ()))
+            expanded_members = [member for member in candidates if "$" in json.dumps(settings.get(member, ""))]
+            if expanded_members:
+                settings["expand"] = expanded_members
         command = f"exec {LAUNCHER} {shlex.quote(json.dumps(settings))}"
         if len(command) > _MAX_COMMAND_BYTES:
             raise Invalid(
@@ -115,7 +143,7 @@ class ImageSteps:
             raise Invalid(f"the mode {mode[:80]!r} of a COPY step is not valid: use an octal mode such as 0755")
         args = [_COPIER, build_archive_path(digest), destination, _check_length("owner", owner), mode]
         # As in Docker, the files belong to root unless the step says otherwise.
-        self._add_command(self._launch(args, f"COPY … {destination}", user="root"))
+        self._add_command(self._launch(f"COPY … {destination}", args=args, expand_args=True, user="root"))
 
     def _add_command(self, command: str) -> None:
         self._size += len(command)
@@ -139,7 +167,7 @@ class ImageSteps:
         env[name] = value
 
     def _resolve(self, directory: str) -> str:
-        if directory.startswith("/"):
+        if directory.startswith(("/", "${") if self.expands_variables else "/"):
             return directory
         if "cwd" not in self._changes:
             raise Invalid(f"the working directory {directory[:200]!r} is relative: use an absolute path first")

@@ -21,7 +21,7 @@ from sandbox_gateway.errors import BackendFailed, NotFound, Timeout
 from sandbox_gateway.image_references import RegistryLogin
 from sandbox_gateway.log import Logger
 from sandbox_gateway.recipes import Recipe, Source
-from sandbox_gateway.records import MemoryMode, Sandbox, Snapshot, SnapshotKind, StartCommand
+from sandbox_gateway.records import MemoryMode, NetworkPolicy, Sandbox, Snapshot, SnapshotKind, StartCommand
 from sandbox_gateway.tasks import clean_up
 
 _PROBE_INTERVAL_SECONDS = 0.5
@@ -101,7 +101,12 @@ class TemplateBuilder:
         The record is never saved, so that a restart after a crash removes the sandbox.
         """
         return Sandbox(
-            name=f"build-{build.build_id}", forked_from=base.id, head=base.id, base=base.id, resources=recipe.resources
+            name=f"build-{build.build_id}",
+            forked_from=base.id,
+            head=base.id,
+            base=base.id,
+            resources=recipe.resources,
+            network=NetworkPolicy(allow_internet=recipe.setup_network),
         )
 
     async def _set_up(self, build: Build, sandbox: Sandbox, recipe: Recipe, start: StartCommand) -> None:

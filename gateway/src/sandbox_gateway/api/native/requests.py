@@ -21,6 +21,7 @@ from pydantic import (
 from sandbox_gateway.api.body import MAX_FORKS, TIMEOUT_FIELD, AnyRef, Body, Refusal, Seconds, Timeout
 from sandbox_gateway.api.dependencies import MAX_REF_LENGTH
 from sandbox_gateway.api.native.naming import to_json_name
+from sandbox_gateway.engine.dockerfiles import MAX_LENGTH as MAX_DOCKERFILE_LENGTH
 from sandbox_gateway.engine.image_steps import compile_steps
 from sandbox_gateway.engine.spec import ForkSpec, MountSpec
 from sandbox_gateway.errors import Invalid
@@ -644,6 +645,14 @@ class BuildFromImage(NativeBody):
             raise Invalid(str(error)) from None
 
 
+class TranslateDockerfile(NativeBody):
+    dockerfile: str = Field(max_length=MAX_DOCKERFILE_LENGTH)
+    ignore_file: str = Field("", max_length=MAX_DOCKERFILE_LENGTH, description="The contents of `.dockerignore`.")
+    digests: dict[str, Annotated[str, Field(pattern="^[0-9a-f]{64}$")]] | None = Field(
+        None, max_length=1000, description="For each source: the digest of the archive with its files."
+    )
+
+
 class RebuildTemplate(NativeBody):
     """A request to build a template again with the same recipe."""
 
@@ -713,6 +722,9 @@ class CreateTemplate(Sizes):
     ready_probe: str | None = Field(None, max_length=MAX_COMMAND_LENGTH)
     ready_timeout: float | None = None
     setup_timeout: float | None = None
+    setup_network: bool | None = Field(
+        None, strict=True, description="Whether the machine has access to the network during the build. Default: true."
+    )
     description: str = Field("", max_length=4096)
     prewarm: PrewarmCount | None = Field(
         None,

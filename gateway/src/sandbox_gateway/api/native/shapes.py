@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
 from sandbox_gateway.api.native.naming import to_json_name
+from sandbox_gateway.engine.context_patterns import translate_source
 from sandbox_gateway.engine.names import create_build_id, split_tag
 from sandbox_gateway.engine.own_changes import count_own_changes, get_generation_without_own_changes
 from sandbox_gateway.errors import GatewayError
@@ -27,6 +28,8 @@ from sandbox_gateway.records import (
 if TYPE_CHECKING:
     from sandbox_gateway.engine.agent_client import ExecResult
     from sandbox_gateway.engine.builds import Build
+    from sandbox_gateway.engine.context_patterns import IgnorePattern
+    from sandbox_gateway.engine.dockerfiles import Dockerfile
     from sandbox_gateway.engine.loads import Sample
     from sandbox_gateway.engine.prewarm import Level
     from sandbox_gateway.engine.room import RoomReport
@@ -340,6 +343,35 @@ class FileUpload(Shape):
 
     present: bool = Field(description="Whether the files are stored already.")
     url: str
+
+
+class SourceShape(Shape):
+    """A source of `COPY` instructions."""
+
+    source: str
+    line: int
+    components: list[str] = Field(
+        description="A regular expression for each component of the paths that match; none for the whole context."
+    )
+
+
+class IgnorePatternShape(Shape):
+    """A line of `.dockerignore`."""
+
+    regex: str = Field(description="Matches a path. If it is a directory, the line applies to everything in it.")
+    is_exception: bool = Field(description="Whether the line makes an exception from the lines before it.")
+
+
+class DockerfileShape(Shape):
+    """A Dockerfile as fields of a recipe, and the files that its build needs."""
+
+    image: str
+    sources: list[SourceShape]
+    ignore_patterns: list[IgnorePatternShape]
+    max_archive_bytes: int
+    missing_digests: list[str] = Field(description="The digests in the request whose archives are not stored.")
+    setup: list[str] | None = Field(None, description="Null while the digests of sources are missing.")
+    start_command: str | None = Field(None, description="Empty: the image's entry point. Null like `setup`.")
 
 
 class CaptureCostsShape(Shape):
@@ -811,10 +843,35 @@ def build_recipe_fields(recipe: dict[str, Any]) -> dict[str, Any]:
         "readyProbe": parsed_recipe.ready_probe,
         "readyTimeout": parsed_recipe.ready_timeout,
         "setupTimeout": parsed_recipe.setup_timeout,
+        "setupNetwork": parsed_recipe.setup_network,
         "cpuCount": sizes.cpus,
         "memoryMB": sizes.memory_mb,
         "diskSizeMB": sizes.disk_mb,
     }
+
+
+def describe_dockerfile(
+    dockerfile: Dockerfile,
+    ignore_patterns: Iterable[IgnorePattern],
+    commands: tuple[list[str], str] | None,
+    missing_digests: list[str],
+    max_archive_bytes: int,
+) -> DockerfileShape:
+    setup, start_command = commands or (None, None)
+    return DockerfileShape(
+        image=dockerfile.image,
+        sources=[
+            SourceShape(source=source, line=line, components=translate_source(source))
+            for source, line in dockerfile.sources.items()
+        ],
+        ignore_patterns=[
+            IgnorePatternShape(regex=pattern.regex, is_exception=pattern.is_exception) for pattern in ignore_patterns
+        ],
+        max_archive_bytes=max_archive_bytes,
+        missing_digests=missing_digests,
+        setup=setup,
+        start_command=start_command,
+    )
 
 
 def describe_build(build: Build, offset: int = 0, limit: int | None = None) -> BuildShape:

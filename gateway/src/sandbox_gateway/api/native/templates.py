@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import AsyncIterator
 from typing import Annotated
@@ -18,10 +19,13 @@ from sandbox_gateway.api.native.view import get_template_or_snapshot
 from sandbox_gateway.api.paging import Limit, NextToken, paginate_list
 from sandbox_gateway.api.waiting import read_file
 from sandbox_gateway.engine.builds import Build
+from sandbox_gateway.engine.context_patterns import translate_ignore_file
+from sandbox_gateway.engine.dockerfiles import parse_dockerfile
 from sandbox_gateway.engine.engine import Engine
 from sandbox_gateway.engine.names import create_build_id, remove_default_tag, require_valid_template_name
 from sandbox_gateway.engine.templates import is_outdated
 from sandbox_gateway.errors import NotFound, Unsupported
+from sandbox_gateway.recipes import Recipe, Source
 from sandbox_gateway.records import Snapshot, SnapshotKind
 
 router = APIRouter(tags=["templates"])
@@ -99,6 +103,27 @@ async def create_upload_url(request: Request, ref: Ref, digest: Digest, engine: 
     return shapes.FileUpload(present=engine.build_files.mark_used(digest), url=url)
 
 
+@router.post("/dockerfiles", summary="Translate a Dockerfile to a recipe, without building anything")
+async def translate_dockerfile(
+    request: Request, body: requests.TranslateDockerfile, engine: EngineDep
+) -> shapes.DockerfileShape:
+    """Return which files of the context the Dockerfile copies. With their `digests`, also return the recipe.
+
+    The client packs the files of each source into a tar archive, and uploads the archives that are missing.
+    """
+    dockerfile = await asyncio.to_thread(parse_dockerfile, body.dockerfile)
+    engine.host.check_recipe(Recipe(source=Source.IMAGE, image=dockerfile.image))
+    ignore_patterns = await asyncio.to_thread(translate_ignore_file, body.ignore_file)
+    is_stored = engine.build_files.has if get_plan_id(request.scope) else engine.build_files.mark_used
+    missing_digests = [digest for digest in dict.fromkeys((body.digests or {}).values()) if not is_stored(digest)]
+    commands = None
+    if body.digests is not None or not dockerfile.sources:
+        commands = dockerfile.compile(body.digests or {}, requests.MAX_SETUP_BYTES)
+    return shapes.describe_dockerfile(
+        dockerfile, ignore_patterns, commands, missing_digests, engine.build_files.max_archive_bytes
+    )
+
+
 @router.put(
     f"{UPLOAD_PREFIX}{{digest}}",
     status_code=204,
@@ -111,7 +136,10 @@ async def create_upload_url(request: Request, ref: Ref, digest: Digest, engine: 
     },
 )
 async def upload_file(request: Request, digest: Digest, engine: EngineDep) -> None:
-    _refuse_in_plan(request)
+    """Store the archive. A plan session does not read it, and predicts builds as if it were stored."""
+    if get_plan_id(request.scope):
+        engine.build_files.announce(digest)
+        return
     length = request.headers.get("content-length", "")
     await engine.build_files.store(digest, read_file(request), int(length) if length.isdigit() else None)
 

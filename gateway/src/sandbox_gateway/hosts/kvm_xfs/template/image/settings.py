@@ -22,6 +22,8 @@ class StartSettings:
     user: str = ""
     """USER, UID, USER:GROUP or UID:GID; "" means root."""
     cwd: str = "/"
+    entry_point: list[str] = field(default_factory=list)
+    """The beginning of ``args`` that a different command of the image keeps."""
 
     def to_json(self) -> str:
         return json.dumps(asdict(self))
@@ -31,7 +33,8 @@ def read_start_settings(config: Mapping[str, Any]) -> StartSettings:
     """Return the settings in an image's configuration. Raises Invalid if they have the wrong types."""
     settings = config.get("config") or {}
     try:
-        args = [*_require_texts(settings.get("Entrypoint")), *_require_texts(settings.get("Cmd"))]
+        entry_point = _require_texts(settings.get("Entrypoint"))
+        args = [*entry_point, *_require_texts(settings.get("Cmd"))]
         pairs = [text.split("=", 1) for text in _require_texts(settings.get("Env"))]
         env = {pair[0]: pair[1] for pair in pairs if len(pair) == 2 and pair[0]}
         user, cwd = (_require_text(settings.get(key) or "") for key in ("User", "WorkingDir"))
@@ -39,7 +42,7 @@ def read_start_settings(config: Mapping[str, Any]) -> StartSettings:
         raise Invalid(
             "the image's configuration is not valid: its entry point, command and environment must be lists of strings"
         ) from None
-    result = StartSettings(args, env, user, cwd if cwd.startswith("/") else f"/{cwd}")
+    result = StartSettings(args, env, user, cwd if cwd.startswith("/") else f"/{cwd}", entry_point)
     text = result.to_json()
     if len(text) > _MAX_BYTES or "\\u0000" in text:
         raise Invalid(

@@ -1,7 +1,9 @@
 #!/opt/sandbox/bin/python3 -ISB
 """Run the entry point of the image from which the template was built, with its environment, user and directory.
 
-An argument is a JSON object whose members replace the image's `args`, `user` and `cwd`, and extend its `env`.
+An argument is a JSON object whose members replace the image's `args`, `user` and `cwd`, and extend its `env`. A member
+`cmd` replaces only the arguments of the image's entry point. `expand` is a list of members in whose strings `${NAME}`
+stands for a variable of the image, and `$$` for a dollar sign.
 """
 
 from __future__ import annotations
@@ -10,10 +12,13 @@ import grp
 import json
 import os
 import pwd
+import re
 import sys
+from typing import Any
 
 SETTINGS = "/opt/sandbox/start.json"
 DEFAULT_PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
+REFERENCE = re.compile(r"\$(?:\$|\{([^}]*)\})")
 
 
 def find_user(text: str) -> tuple[int, int, list[int], str]:
@@ -36,11 +41,27 @@ def find_user(text: str) -> tuple[int, int, list[int], str]:
     return uid, gid, groups, home
 
 
+def expand(value: Any, env: dict[str, str]) -> Any:
+    """Replace the variables in a string, or in the values of a list or an object."""
+    if isinstance(value, dict):
+        return {name: expand(text, env) for name, text in value.items()}
+    if isinstance(value, list):
+        return [expand(text, env) for text in value]
+    return REFERENCE.sub(lambda match: "$" if match[1] is None else env.get(match[1], ""), value)
+
+
 def main() -> None:
     with open(SETTINGS) as file:
         settings = json.load(file)
     changes = json.loads(sys.argv[1]) if len(sys.argv) > 1 else {}
+    for member in changes.pop("expand", ()):
+        changes[member] = expand(changes[member], settings["env"])
+    if "cmd" in changes:
+        changes["args"] = [*settings["entry_point"], *changes["cmd"]]
     settings = {**settings, **changes, "env": {**settings["env"], **changes.get("env", {})}}
+    if not settings["args"]:
+        return  # Neither the image nor the argument has a program to start.
+    settings["cwd"] = os.path.join("/", settings["cwd"])
     uid, gid, groups, home = find_user(settings["user"])
     env = {"PATH": DEFAULT_PATH, "HOME": home, **settings["env"]}
     os.makedirs(settings["cwd"], exist_ok=True)
