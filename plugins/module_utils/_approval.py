@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 from ansible_collections.grove.sandbox.plugins.module_utils._client import PLANNED_ID_PREFIX
 from ansible_collections.grove.sandbox.plugins.module_utils._failure import Failure
 from ansible_collections.grove.sandbox.plugins.module_utils._plan import (
+    ARCHIVES_KEY,
     LOGIN_KEY,
     SANDBOX,
     SNAPSHOT,
@@ -39,9 +40,9 @@ _SALT = secrets.token_hex(16)
 """The salt of all hashes that this process makes, so that it hashes each secret only once."""
 _UNKNOWABLE_VIEW_KEYS = frozenset(("diverged",))
 """Keys of views whose values only the run can know."""
-_UNPLANNED_REQUEST_KEYS = frozenset(("end", LOGIN_KEY))
+_UNPLANNED_REQUEST_KEYS = frozenset(("end", LOGIN_KEY, ARCHIVES_KEY))
 """Keys of requests that a plan does not contain: the end depends on the time of the run, and the view contains the
-timeout itself. A login is secret, and a run may have another one.
+timeout itself. A login is secret, and a run may have another one. Which archives are missing can change, too.
 """
 TARGET_KEYS = {"export": ("file", "overwrites"), "push": ("reference", "replaces")}
 """For verbs of actions that write outside the gateway: in their requests, the key of the place, and the key of the id

@@ -315,21 +315,31 @@ class Client:
         """POST a large body, over a connection of its own. Retries like ``call``. Return the data of the response."""
         return self._retry_while_busy(lambda: self._upload_once(path, read_pieces(), query))
 
-    def _upload_once(self, path: str, pieces: Iterable[bytes], query: dict[str, Any]) -> Any:
-        with self._transfer_opened("POST", path, query) as connection:
-            connection.putheader("Transfer-Encoding", "chunked")
+    def put_file(self, path: str, read_pieces: Callable[[], Iterable[bytes]], size: int) -> None:
+        """PUT a body of ``size`` bytes, like ``upload``."""
+        self._retry_while_busy(lambda: self._upload_once(path, read_pieces(), {}, size))
+
+    def _upload_once(self, path: str, pieces: Iterable[bytes], query: dict[str, Any], size: int | None = None) -> Any:
+        """Send a body. ``size``: the size of the body of a PUT request. None: a POST request of any size."""
+        method = "POST" if size is None else "PUT"
+        with self._transfer_opened(method, path, query) as connection:
+            if size is None:
+                connection.putheader("Transfer-Encoding", "chunked")
+            else:
+                connection.putheader("Content-Length", str(size))
             connection.endheaders()
             try:
                 for piece in pieces:
-                    connection.send(b"%x\r\n%s\r\n" % (len(piece), piece))
-                connection.send(b"0\r\n\r\n")
+                    connection.send(piece if size is not None else b"%x\r\n%s\r\n" % (len(piece), piece))
+                if size is None:
+                    connection.send(b"0\r\n\r\n")
             except (BrokenPipeError, ConnectionResetError):
                 pass  # The gateway has refused the request without reading all of it: its response says why.
             response = connection.getresponse()
             if response.status >= 400:
-                self._raise_failure(f"POST {path}", response)
+                self._raise_failure(f"{method} {path}", response)
             return self._decode(
-                f"POST {path}", response.status, read_limited_response(MAX_RESPONSE_BYTES, response) or b""
+                f"{method} {path}", response.status, read_limited_response(MAX_RESPONSE_BYTES, response) or b""
             )
 
     @contextlib.contextmanager

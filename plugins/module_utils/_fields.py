@@ -25,6 +25,7 @@ RECIPE_FIELDS = {
     "ready_probe": "readyProbe",
     "ready_timeout": "readyTimeout",
     "setup_timeout": "setupTimeout",
+    "setup_network": "setupNetwork",
     **SIZE_FIELDS,
 }
 _OTHER_FIELDS = {

@@ -27,6 +27,8 @@ _NAME_PATTERN = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,63}")
 SANDBOX, SNAPSHOT, TEMPLATE, VOLUME = "sandbox", "snapshot", "template", "volume"
 LOGIN_KEY = "login"
 """The key of a request with a user name and a password. Plan files do not contain it."""
+ARCHIVES_KEY = "archives"
+"""The key of a request with the archives to upload. Plan files contain only their digests, in the recipe."""
 RECREATING_VERBS = ("build", "clone", "fork", "replace")
 """Verbs of actions that create another resource under the same name."""
 _UNKNOWN_KEYS = {

@@ -35,6 +35,7 @@ from ansible_collections.grove.sandbox.plugins.module_utils._client import (
 from ansible_collections.grove.sandbox.plugins.module_utils._failure import Failure, join_failures
 from ansible_collections.grove.sandbox.plugins.module_utils._info import Listing
 from ansible_collections.grove.sandbox.plugins.module_utils._plan import (
+    ARCHIVES_KEY,
     LOGIN_KEY,
     RECREATING_VERBS,
     SNAPSHOT,
@@ -262,7 +263,8 @@ class _Run:
             for change in action.changes:
                 _collect_texts((change.name, change.before, change.after), mentioned_texts)
             removed_paths.update(_list_removed_templates(action))
-            _collect_texts({key: action.request[key] for key in action.request if key != LOGIN_KEY}, mentioned_texts)
+            described_keys = action.request.keys() - {LOGIN_KEY, ARCHIVES_KEY}
+            _collect_texts({key: action.request[key] for key in described_keys}, mentioned_texts)
             if sandbox_id := action.request.get("sandbox"):
                 needed_paths.add(f"/sandboxes/{quote_segment(sandbox_id)}")
         known_objects = self.client.known_objects

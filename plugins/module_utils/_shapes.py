@@ -169,7 +169,8 @@ def make_template_shape(template: dict[str, Any]) -> dict[str, Any]:
     names = list(template.get("names") or template.get("aliases") or [])
     recipe = template.get("recipe") or {}
     if recipe:
-        recipe = {"image": "", **recipe}  # Gateways that do not build from images do not have this field.
+        # Older gateways do not have these fields.
+        recipe = {"image": "", "setupNetwork": True, **recipe}
     return {
         "id": template["templateID"],
         "name": names[0] if names else "",

@@ -19,11 +19,17 @@ from ansible_collections.grove.sandbox.plugins.module_utils._artifacts import (
     pull,
     replace_tag,
 )
+from ansible_collections.grove.sandbox.plugins.module_utils._build_context import (
+    ContextError,
+    TranslatedDockerfile,
+    translate_dockerfile,
+)
 from ansible_collections.grove.sandbox.plugins.module_utils._client import quote_segment
 from ansible_collections.grove.sandbox.plugins.module_utils._failure import Failure
 from ansible_collections.grove.sandbox.plugins.module_utils._fields import LOGIN_FIELDS, RECIPE_FIELDS, replace_fields
 from ansible_collections.grove.sandbox.plugins.module_utils._names import find_taken_names
 from ansible_collections.grove.sandbox.plugins.module_utils._plan import (
+    ARCHIVES_KEY,
     LOGIN_KEY,
     TEMPLATE,
     Action,
@@ -41,6 +47,7 @@ from ansible_collections.grove.sandbox.plugins.module_utils._shapes import (
 from ansible_collections.grove.sandbox.plugins.module_utils._snapshot import check_unused, find_users, plan_prewarm
 
 if TYPE_CHECKING:
+    from ansible_collections.grove.sandbox.plugins.module_utils._build_context import Archive
     from ansible_collections.grove.sandbox.plugins.module_utils._client import Client
 
 SINGULAR, PLURAL = "template", "templates"
@@ -55,6 +62,8 @@ ARGUMENTS: dict[str, Any] = {
     "packages": {"type": "list", "elements": "str", "default": []},
     "path": {"type": "str", "default": ""},
     "image": {"type": "str", "default": ""},
+    "dockerfile": {"type": "path"},
+    "context": {"type": "path"},
     "registry_username": {"type": "str"},
     "registry_password": {"type": "str", "no_log": True},
     "artifact": {"type": "str", "default": ""},
@@ -64,6 +73,7 @@ ARGUMENTS: dict[str, Any] = {
     "ready_probe": {"type": "str", "default": ""},
     "ready_timeout": {"type": "float", "default": 60},
     "setup_timeout": {"type": "float", "default": 1800},
+    "setup_network": {"type": "bool"},
     "cpus": {"type": "int", "default": 1},
     "memory_mb": {"type": "int", "default": 256},
     "disk_mb": {"type": "int", "default": 2048},
@@ -76,7 +86,7 @@ ARGUMENTS: dict[str, Any] = {
 RULES: dict[str, Any] = {
     "required_if": [("from", "rootfs", ("path",)), ("from", "image", ("image",)), ("from", "artifact", ("artifact",))],
     "required_together": [("registry_username", "registry_password")],
-    "required_by": {"trust": ("artifact",)},
+    "required_by": {"trust": ("artifact",), "context": ("dockerfile",)},
 }
 
 LOG_TAIL_LINE_COUNT = 20
@@ -90,6 +100,7 @@ class DesiredState:
     """The user's options. ``recipe`` maps the names of module options to values, including defaults.
 
     ``login``: the fields of a request that contain the user name and the password for the image's registry, if any.
+    ``dockerfile``: the path of a Dockerfile, from which the recipe is completed, or "".
     """
 
     names: tuple[str, ...]
@@ -102,11 +113,17 @@ class DesiredState:
     when_unused: bool = False
     artifact: str = ""
     trust: tuple[str, ...] = ()
+    dockerfile: str = ""
+    context: str = ""
 
 
 @dataclass(frozen=True)
 class CurrentState:
-    """The state of the gateway that a plan needs. ``origins``: the ids of the snapshots that templates come from."""
+    """The state of the gateway that a plan needs. ``origins``: the ids of the snapshots that templates come from.
+
+    ``recipe``: the task's recipe, completed from its Dockerfile, if it has one. ``dockerfile``: the translation of the
+    Dockerfile. ``dockerfile_failure``: why there is none.
+    """
 
     resources: Mapping[str, Mapping[str, Any]]
     taken_names: Mapping[str, str] = field(default_factory=dict)
@@ -116,6 +133,9 @@ class CurrentState:
     origins: Mapping[str, str] = field(default_factory=dict)
     build_failures: Mapping[str, Failure] = field(default_factory=dict)
     """The failures of builds that were already running, by the names of their templates."""
+    recipe: Mapping[str, Any] = field(default_factory=dict)
+    dockerfile: TranslatedDockerfile | None = None
+    dockerfile_failure: Failure | None = None
 
 
 def parse_desired_state(params: Mapping[str, Any]) -> DesiredState:
@@ -128,9 +148,14 @@ def parse_desired_state(params: Mapping[str, Any]) -> DesiredState:
         raise Failure("artifact cannot be combined with state: absent: remove one of them")
     if artifact and len(names) != 1:
         raise Failure(f"an artifact contains one template, but there are {len(names)} names: use one task for each")
-    default_source = "artifact" if artifact else "image" if recipe["image"] else "debootstrap"
+    dockerfile = params.get("dockerfile") or ""
+    if dockerfile:
+        _check_dockerfile_options(params, artifact)
+    default_source = "artifact" if artifact else "image" if recipe["image"] or dockerfile else "debootstrap"
     recipe["from"] = recipe["from"] or default_source
     recipe["packages"] = sorted(set(recipe["packages"]))
+    if recipe["setup_network"] is None:
+        recipe["setup_network"] = not dockerfile
     for option in ("cpus", "memory_mb", "disk_mb", "ready_timeout", "setup_timeout"):
         require_minimum(recipe[option], 1, option)
     return DesiredState(
@@ -144,7 +169,26 @@ def parse_desired_state(params: Mapping[str, Any]) -> DesiredState:
         when_unused=bool(params.get("when_unused")),
         artifact=artifact,
         trust=tuple(params.get("trust") or ()),
+        dockerfile=dockerfile,
+        context=params.get("context") or "",
     )
+
+
+def _check_dockerfile_options(params: Mapping[str, Any], artifact: str) -> None:
+    """Raise Failure if an option contradicts ``dockerfile``."""
+    if params["state"] == "absent":
+        raise Failure("dockerfile cannot be combined with state: absent: remove one of them")
+    if artifact:
+        raise Failure("dockerfile cannot be combined with artifact: remove one of them")
+    if params["from"] not in (None, "image"):
+        raise Failure(f"dockerfile cannot be combined with from: {params['from']}: remove one of them")
+    for option, remedy in (
+        ("image", "name the image with FROM in the Dockerfile"),
+        ("packages", "install them with RUN in the Dockerfile, and set setup_network"),
+        ("path", "copy the files with COPY in the Dockerfile"),
+    ):
+        if params[option]:
+            raise Failure(f"dockerfile cannot be combined with {option}: remove it, and {remedy}")
 
 
 def _parse_login(params: Mapping[str, Any], recipe: Mapping[str, Any]) -> dict[str, str]:
@@ -161,9 +205,17 @@ def _parse_login(params: Mapping[str, Any], recipe: Mapping[str, Any]) -> dict[s
 def observe(client: Client, want: DesiredState) -> CurrentState:
     resources = {}
     build_failures: dict[str, Failure] = {}
+    dockerfile, dockerfile_failure = None, None
+    if want.dockerfile and want.state != "absent":
+        try:
+            dockerfile = _translate_dockerfile(client, want)
+        except Failure as failure:
+            dockerfile_failure = failure
+    recipe = _complete_recipe(want, dockerfile)
     for name in want.names:
         try:
-            _wait_for_running_build(client, want, name)
+            if dockerfile_failure is None:
+                _wait_for_running_build(client, want, recipe, name)
         except Failure as failure:
             build_failures[name] = failure
         # Until a new build has finished, the name belongs to the old template.
@@ -177,7 +229,14 @@ def observe(client: Client, want: DesiredState) -> CurrentState:
     missing_names = [name for name in want.names if name not in resources]
     taken_names = find_taken_names(client, missing_names, excluded_kind="template")
     if not want.artifact:
-        return CurrentState(resources, taken_names, build_failures=build_failures)
+        return CurrentState(
+            resources,
+            taken_names,
+            recipe=recipe,
+            dockerfile=dockerfile,
+            dockerfile_failure=dockerfile_failure,
+            build_failures=build_failures,
+        )
     artifact, artifact_failure = None, None
     try:
         artifact = find_artifact(client, want.artifact)
@@ -192,7 +251,7 @@ def observe(client: Client, want: DesiredState) -> CurrentState:
     )
 
 
-def _wait_for_running_build(client: Client, want: DesiredState, name: str) -> None:
+def _wait_for_running_build(client: Client, want: DesiredState, recipe: Mapping[str, Any], name: str) -> None:
     """Wait for a build of the same recipe that an earlier task or another client has started. Raises Failure.
 
     The task then changes nothing, as a check-mode run predicts, which assumes that running builds succeed.
@@ -202,17 +261,37 @@ def _wait_for_running_build(client: Client, want: DesiredState, name: str) -> No
     if client.is_predicting and not client.is_planning:
         return  # Only the builds of a plan session finish at once.
     entry = client.find(f"/templates/{quote_segment(name)}")
-    if entry is None or _is_up_to_date(want, make_template_shape(entry)):
+    if entry is None or _is_up_to_date(want, recipe, make_template_shape(entry)):
         return
     entries = [entry] if entry.get("buildStatus") == "building" else client.list_all("/templates")
     for each in entries:
         shape = make_template_shape(each)
-        if shape["status"] == "building" and shape["name"] == name and _has_same_recipe(want, shape):
+        if shape["status"] == "building" and shape["name"] == name and _has_same_recipe(recipe, shape):
             try:
                 _wait_for_build(client, name, each, want.wait_timeout)
             except Failure:
                 client.started_builds[name] = each["templateID"]  # Do not wait for it again.
                 raise
+def _translate_dockerfile(client: Client, want: DesiredState) -> TranslatedDockerfile:
+    """Translate the task's Dockerfile. Raises Failure.
+
+    In a check-mode run, files that earlier tasks write do not exist yet.
+    """
+    with failures_conditional("only if no earlier task of the run writes the Dockerfile or files of its context"):
+        try:
+            return translate_dockerfile(client.post, want.dockerfile, want.context)
+        except ContextError as error:
+            raise Failure(str(error)) from None
+
+
+def _complete_recipe(want: DesiredState, dockerfile: TranslatedDockerfile | None) -> dict[str, Any]:
+    """Return the recipe with what the Dockerfile determines, if there is one."""
+    recipe = dict(want.recipe)
+    if dockerfile is not None:
+        recipe["image"] = dockerfile.image
+        recipe["setup"] = [*dockerfile.setup, *recipe["setup"]]
+        recipe["start_command"] = recipe["start_command"] or dockerfile.start_command
+    return recipe
 
 
 def _find_origins(client: Client, resources: Mapping[str, Mapping[str, Any]]) -> dict[str, str]:
@@ -258,24 +337,30 @@ def _plan_template(want: DesiredState, have: CurrentState, name: str) -> list[Ac
         raise _refusals.create_name_taken_error(name, have.taken_names[name])
     if want.artifact:
         return _plan_pull(want, have, name, current_shape)
-    if current_shape is not None and _is_up_to_date(want, current_shape):
+    if have.dockerfile_failure is not None:
+        raise have.dockerfile_failure
+    recipe = have.recipe
+    if current_shape is not None and _is_up_to_date(want, recipe, current_shape):
         if current_shape["status"] == "building":
             return []
         return plan_prewarm(name, current_shape, make_view(current_shape), want.prewarm, TEMPLATE)
     before = None if current_shape is None else make_view(current_shape)
-    after: dict[str, Any] = {"name": name, "recipe": dict(want.recipe)}
+    after: dict[str, Any] = {"name": name, "recipe": recipe}
     if before and "outdated" in before:
         after["outdated"] = False
     if want.wait_timeout:
         after["status"] = "ready"
-    body = {"name": name, **{RECIPE_FIELDS[option]: value for option, value in want.recipe.items()}}
+    body = {"name": name, **{RECIPE_FIELDS[option]: value for option, value in recipe.items()}}
+    if recipe["setup_network"]:  # Older gateways do not know the field, and always allow the network.
+        del body[RECIPE_FIELDS["setup_network"]]
     if want.prewarm is not None:
         body["prewarm"] = want.prewarm
     if want.wait_timeout and (want.prewarm or (before and "prewarm" in before)):
         after["prewarm"] = want.prewarm or 0
     # The login is no part of the plan: it does not change what is built, and a plan file must not contain it.
     login_field = {LOGIN_KEY: want.login} if want.login else {}
-    request = {"body": body, "wait": want.wait_timeout, **login_field}
+    archives_field = {ARCHIVES_KEY: have.dockerfile.missing_archives} if have.dockerfile else {}
+    request = {"body": body, "wait": want.wait_timeout, **login_field, **archives_field}
     return [Action("build", (Change(name, before, after, TEMPLATE),), request)]
 
 
@@ -314,7 +399,7 @@ def _plan_pull(
     return actions
 
 
-def _is_up_to_date(want: DesiredState, current_shape: Mapping[str, Any]) -> bool:
+def _is_up_to_date(want: DesiredState, recipe: Mapping[str, Any], current_shape: Mapping[str, Any]) -> bool:
     """Return whether the template was built from the recipe and is not outdated.
 
     If the task does not wait, a template that is still being built counts as up to date. A template whose state the
@@ -323,13 +408,13 @@ def _is_up_to_date(want: DesiredState, current_shape: Mapping[str, Any]) -> bool
     accepted_statuses = ("ready",) if want.wait_timeout else ("ready", "building")
     return (
         current_shape["status"] in accepted_statuses
-        and _has_same_recipe(want, current_shape)
+        and _has_same_recipe(recipe, current_shape)
         and not (want.rebuild_outdated and current_shape["outdated"])
     )
 
 
-def _has_same_recipe(want: DesiredState, current_shape: Mapping[str, Any]) -> bool:
-    return all(current_shape["recipe"].get(option) == value for option, value in want.recipe.items())
+def _has_same_recipe(recipe: Mapping[str, Any], current_shape: Mapping[str, Any]) -> bool:
+    return all(current_shape["recipe"].get(option) == value for option, value in recipe.items())
 
 
 def _plan_removal(want: DesiredState, have: CurrentState, name: str, current_shape: Mapping[str, Any]) -> Action:
@@ -342,6 +427,8 @@ def apply(action: Action, client: Client) -> dict[str, Failure]:
     """Carry out one action. Raises Failure, whose message quotes the end of the log if a build failed."""
     request = action.request
     if action.verb == "build":
+        for archive in request.get(ARCHIVES_KEY, ()):
+            _upload(client, archive)
         template = client.post("/templates", {**request["body"], **request.get(LOGIN_KEY, {})})
         client.started_builds[action.changes[0].name] = template["templateID"]
         if template.get("buildStatus") != "ready" and request["wait"]:
@@ -361,6 +448,18 @@ def apply(action: Action, client: Client) -> dict[str, Failure]:
     else:
         raise ValueError(f"unknown action {action.verb}")
     return {}
+
+
+def _upload(client: Client, archive: Archive) -> None:
+    """Upload the files of a COPY instruction. In a plan session, only announce them. Raises Failure."""
+    path = f"/build-files/{archive.digest}"
+    try:
+        if client.is_planning:
+            client.put_file(path, lambda: (), 0)
+        else:
+            client.put_file(path, archive.read_pieces, archive.size)
+    except ContextError as error:
+        raise Failure(str(error)) from None
 
 
 def _wait_for_build(client: Client, name: str, template: Mapping[str, Any], seconds: float) -> None:

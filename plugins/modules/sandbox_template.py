@@ -72,6 +72,24 @@ options:
         a digest (C(registry.example/name@sha256:...)).
     type: str
     default: ""
+  dockerfile:
+    description:
+      - Path of a Dockerfile on the managed host. The gateway translates it to O(image), O(setup) and O(start_command).
+        C(RUN) and C(COPY) are carried out inside the machine that becomes the template, and C(CMD) and C(ENTRYPOINT)
+        are its start command. C(RUN) has no network, unless O(setup_network=true).
+      - The Dockerfile must have a single stage. C(ADD), C(HEALTHCHECK), C(ONBUILD), C(SHELL), C(VOLUME), and flags such
+        as C(--mount) and C(COPY --from) are refused. C(EXPOSE), C(LABEL), C(MAINTAINER) and C(STOPSIGNAL) have no
+        effect.
+      - O(setup) runs after the steps of the Dockerfile, and O(start_command) replaces its start command.
+      - A change to a line or to a copied file builds a new template. Times and owners of files do not matter.
+      - It cannot be combined with O(image), O(packages), O(path) or O(artifact).
+    type: path
+  context:
+    description:
+      - Path of the directory on the managed host from which C(COPY) in O(dockerfile) copies files. C(.dockerignore) in
+        it, or C(NAME.dockerignore) beside the Dockerfile, excludes files.
+      - The default is the directory of the Dockerfile.
+    type: path
   registry_username:
     description:
       - The user name for the registry of O(image). The gateway uses it for one build and does not store it. Without it,
@@ -126,6 +144,12 @@ options:
       - Time limit in seconds for O(setup).
     type: float
     default: 1800
+  setup_network:
+    description:
+      - Whether the machine has access to the network during the build. It does not affect sandboxes created from the
+        template.
+      - The default is V(false) with O(dockerfile), and V(true) otherwise.
+    type: bool
   cpus:
     description:
       - Number of virtual CPUs of a sandbox created from the template.
@@ -188,6 +212,7 @@ attributes:
       - C(ansible-playbook --check) detects that O(path) or O(image) does not exist, but only if the API key has the
         scope V(admin) or the module uses the gateway's socket. For other keys, the gateway does not read the path or
         the image. With O(artifact), check mode reads its manifest, and always needs such a key.
+      - If earlier tasks of the run write O(dockerfile) or files of O(context), check mode reads the current files.
 author:
   - The grove.sandbox authors (@grove-sandbox)
 seealso:
@@ -219,6 +244,12 @@ EXAMPLES = r"""
     name: api
     image: registry.example/team/api:1.4
     ready_probe: test -e /run/api.pid
+
+- name: Build a template from a Dockerfile whose RUN installs packages
+  grove.sandbox.sandbox_template:
+    name: from-dockerfile
+    dockerfile: /srv/api/Dockerfile
+    setup_network: true
 
 - name: Build a template from an image in a registry that requires a login
   grove.sandbox.sandbox_template:

@@ -44,7 +44,7 @@ if TYPE_CHECKING:
 
 CONNECTION_PLUGIN_NAME = "grove.sandbox.sandbox"
 """The name of the connection plugin for sandboxes."""
-FILE_OPTIONS = ("export_to", "import_from")
+FILE_OPTIONS = ("dockerfile", "export_to", "import_from")
 """Options with the path of a file on the host where the module runs."""
 DESTINATION_OPTIONS = ("gateway_url", "ca_path", "validate_certs")
 """Options that decide where the API key is sent."""

@@ -95,6 +95,8 @@ def insert_prefix(value: Any, prefix: str) -> Any:
 
 TARBALL_PATH = str(REPOSITORY / "galaxy.yml")
 """Any existing file, because the in-memory host does not unpack it."""
+CONTEXT = str(REPOSITORY / "tests" / "collection" / "web")
+DOCKERFILE = f"{CONTEXT}/Dockerfile"
 BOX = ("sandbox", {"name": "%box", "template": "base"})
 GOLDEN_SNAPSHOT = ("sandbox_snapshot", {"name": "%golden", "sandbox": "%box"})
 THREE_FORKS = ("sandbox_fork", {"snapshot": "%golden", "count": 3, "name_prefix": "%ci"})
@@ -175,6 +177,12 @@ TEMPLATE_CASES = (
     Case("sandbox_template", "image, registry_username, registry_password",
          {"name": "%web", "image": "registry.example/web:1", "registry_username": "reader",
           "registry_password": "example"}),
+    Case("sandbox_template", "dockerfile, context, setup_network",
+         {"name": "%web", "dockerfile": DOCKERFILE, "context": CONTEXT, "setup_network": True}),
+    Case("sandbox_template", "dockerfile, for a template with another recipe",
+         {"name": "%web", "dockerfile": DOCKERFILE}, (WEB_TEMPLATE,)),
+    Case("sandbox_template", "dockerfile that does not exist",
+         {"name": "%web", "dockerfile": f"{CONTEXT}/missing"}, error_kind="invalid"),
     Case("sandbox_template", "from: artifact, trust, for a registry that is not allowed",
          {"name": "%web", "from": "artifact", "artifact": "registry.example/team/web:1", "trust": ["0" * 64]},
          error_kind="invalid"),

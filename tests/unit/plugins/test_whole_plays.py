@@ -354,6 +354,25 @@ def volume_file(gateway: MemoryGateway, tmp_path_factory: pytest.TempPathFactory
 
 
 @with_and_without_plan
+def test_a_plan_predicts_a_build_from_a_dockerfile(
+    gateway: MemoryGateway, tmp_path: Path, has_approved_plan: bool
+) -> None:
+    gateway.clear()
+    dockerfile = tmp_path / "Dockerfile"
+    dockerfile.write_text("FROM registry.example/web:1\nCOPY . /srv\nRUN true\n")
+    options = {"name": ["web"], "dockerfile": str(dockerfile)}
+    play: list[PlayTask] = [
+        ("template", options),
+        ("sandbox", {"name": ["one"], "template": "web"}),
+        ("template", options),
+        ("template", {**options, "memory_mb": 512}),
+    ]
+    entries = PlayChecks().check(gateway.unix_url, [], play, has_approved_plan=has_approved_plan)
+    verbs = [[action["verb"] for action in entry["actions"]] for entry in entries]
+    assert verbs == [["build"], ["create"], [], ["build"]]
+
+
+@with_and_without_plan
 def test_a_plan_predicts_exports_and_imports(
     gateway: MemoryGateway, snapshot_file: Path, volume_file: Path, has_approved_plan: bool
 ) -> None:
