@@ -272,6 +272,8 @@ def _wait_for_running_build(client: Client, want: DesiredState, recipe: Mapping[
             except Failure:
                 client.started_builds[name] = each["templateID"]  # Do not wait for it again.
                 raise
+
+
 def _translate_dockerfile(client: Client, want: DesiredState) -> TranslatedDockerfile:
     """Translate the task's Dockerfile. Raises Failure.
 

@@ -196,6 +196,34 @@ def test_building_a_template_prints_its_log(memory_gateway: MemoryGateway, run: 
     assert run("template", "show", "web").code == 3
 
 
+def test_a_template_is_built_from_a_dockerfile(memory_gateway: MemoryGateway, run: Run, tmp_path: Path) -> None:
+    dockerfile = tmp_path / "Dockerfile"
+    dockerfile.write_text("FROM registry.test/app:1\nCOPY run.sh /opt/\nCMD /opt/run.sh\n")
+    (tmp_path / "context").mkdir()
+    (tmp_path / "context" / "run.sh").write_text("#!/bin/sh\n")
+    build = ("template", "build", "web", "--dockerfile", str(dockerfile))
+    outcome = run(*build)
+    assert outcome.code == 2 and "the source 'run.sh' (line 2 of the Dockerfile) matches no file" in outcome.err
+    with_context = (*build, "--context", str(tmp_path / "context"))
+    recipe = check_success(run(*with_context, "--setup", "touch /x", "--json")).json["recipe"]
+    assert recipe["image"] == "registry.test/app:1" and recipe["setupNetwork"] is False
+    assert recipe["setup"][1] == "touch /x" and '"cmd": ["/bin/sh", "-c", "/opt/run.sh"]' in recipe["startCommand"]
+    assert check_success(run(*with_context, "--setup", "touch /x")).err == "", "the same recipe is not built again"
+    recipe = check_success(run(*with_context, "--setup-network", "--start-command", "true", "--json")).json["recipe"]
+    assert recipe["setupNetwork"] is True and recipe["startCommand"] == "true"
+    dockerfile.write_text("FROM registry.test/app:1\nADD x y\n")
+    for arguments, code, message in (
+        (build, 1, "line 2 of the Dockerfile: ADD is not supported"),
+        ((*build, "--image", "app"), 2, "a Dockerfile cannot be combined with image"),
+        ((*build, "--from", "rootfs"), 2, "a Dockerfile cannot be combined with --from rootfs"),
+        (("template", "build", "web", "--context", "."), 2, "--context is valid only with --dockerfile"),
+        ((*build[:-1], str(tmp_path / "missing")), 2, "missing does not exist"),
+    ):
+        outcome = run(*arguments)
+        assert (outcome.code, "Traceback" in outcome.err) == (code, False) and message in outcome.err, outcome
+    check_success(run("template", "delete", "web"))
+
+
 def test_the_password_for_a_registry_is_read_from_a_file_or_the_standard_input(
     memory_gateway: MemoryGateway, run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

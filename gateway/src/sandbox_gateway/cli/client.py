@@ -96,17 +96,28 @@ class Client:
 
     def upload(self, route: str, pieces: Iterable[bytes], **params: Any) -> Any:
         """POST a body that is read while it is sent, over a connection of its own. Return the response's JSON."""
+        return self._upload(route, pieces, None, params)
+
+    def put_file(self, route: str, pieces: Iterable[bytes], size: int) -> None:
+        """PUT a body of ``size`` bytes, like ``upload``."""
+        self._upload(route, pieces, size, {})
+
+    def _upload(self, route: str, pieces: Iterable[bytes], size: int | None, params: Mapping[str, Any]) -> Any:
+        """Send a body. ``size``: the size of the body of a PUT request. None: a POST request of any size."""
+        method = "POST" if size is None else "PUT"
+        length = {"Transfer-Encoding": "chunked"} if size is None else {"Content-Length": str(size)}
         connection = self._address.create_connection()
         try:
             self._connect(connection)
             try:
-                connection.putrequest("POST", self._build_target(route, _remove_empty_params(params)))
-                for name, value in {**self._headers, "Transfer-Encoding": "chunked"}.items():
+                connection.putrequest(method, self._build_target(route, _remove_empty_params(params)))
+                for name, value in {**self._headers, **length}.items():
                     connection.putheader(name, value)
                 connection.endheaders()
                 for piece in pieces:
-                    connection.send(b"%x\r\n%s\r\n" % (len(piece), piece))
-                connection.send(b"0\r\n\r\n")
+                    connection.send(piece if size is not None else b"%x\r\n%s\r\n" % (len(piece), piece))
+                if size is None:
+                    connection.send(b"0\r\n\r\n")
             except (BrokenPipeError, ConnectionResetError):
                 pass  # The gateway has refused the request without reading all of it: its response says why.
             try:
@@ -114,7 +125,7 @@ class Client:
             except (OSError, http.client.HTTPException) as error:
                 raise self._create_connection_failure(error) from None
             value = _parse(self._read(response))
-            if not 200 <= response.status < 300 or value is None:
+            if not 200 <= response.status < 300 or (value is None and size is None):
                 raise create_failure_from_response(response.status, value, self._options)
             return value
         finally:

@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import json
 import tomllib
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
 from sandbox_gateway.cli import artifacts, formats, options, queries, render
+from sandbox_gateway.cli.build_context import ContextError, translate_dockerfile
+from sandbox_gateway.cli.client import Client
 from sandbox_gateway.cli.context import Json, TemplateRef, get_settings
 from sandbox_gateway.cli.failure import ExitCode, Failure
 from sandbox_gateway.cli.option_names import name_options
+from sandbox_gateway.cli.progress import progress_shown
 from sandbox_gateway.cli.settings import Settings
 from sandbox_gateway.cli.snapshots import WhenUnused, delete_objects
 
@@ -57,6 +61,24 @@ def build(
             show_default=False,
         ),
     ] = "",
+    dockerfile: Annotated[
+        str,
+        typer.Option(
+            "--dockerfile",
+            metavar="FILE",
+            help="A Dockerfile on this host. RUN has no network unless --setup-network is given.",
+            show_default=False,
+        ),
+    ] = "",
+    context: Annotated[
+        str,
+        typer.Option(
+            "--context",
+            metavar="DIRECTORY",
+            help="Where COPY finds its sources. Default: the directory of the Dockerfile.",
+            show_default=False,
+        ),
+    ] = "",
     registry_username: options.RegistryUsername = "",
     registry_password_file: options.RegistryPasswordFile = "",
     setup: Annotated[
@@ -80,6 +102,14 @@ def build(
     ] = "",
     ready_timeout: Annotated[str, typer.Option("--ready-timeout", metavar="TIME", show_default=False)] = "",
     setup_timeout: Annotated[str, typer.Option("--setup-timeout", metavar="TIME", show_default=False)] = "",
+    setup_network: Annotated[
+        bool | None,
+        typer.Option(
+            "--setup-network/--no-setup-network",
+            help="Network access during the build. Default: yes, but no with --dockerfile.",
+            show_default=False,
+        ),
+    ] = None,
     cpus: options.Cpus = None,
     memory: options.Memory = "",
     disk: options.Disk = "",
@@ -110,8 +140,14 @@ def build(
     body = {**(_read_recipe(file) if file else {}), **{key: value for key, value in option_fields.items() if value}}
     if prewarm is not None:
         body["prewarm"] = prewarm
+    if setup_network is not None:
+        body["setupNetwork"] = setup_network
     if not body.get("name"):
         raise Failure("the template needs a name", ExitCode.USAGE, "pass it as an argument, or set it in the recipe")
+    if dockerfile:
+        _add_dockerfile(settings.client, body, dockerfile, context)
+    elif context:
+        raise Failure("--context is valid only with --dockerfile", ExitCode.USAGE, "remove it, or pass --dockerfile")
     started_build = settings.client.call("POST", "/templates", body)
     if started_build["buildStatus"] != "ready" and not detach:
         _wait_for_build(settings, started_build)
@@ -168,6 +204,34 @@ def delete(
 ) -> None:
     """Delete templates."""
     delete_objects(ctx, "templates", templates, when_unused)
+
+
+def _add_dockerfile(client: Client, body: dict[str, Any], dockerfile: str, context: str) -> None:
+    """Complete a recipe with the steps of a Dockerfile, and upload the files that it copies."""
+    for field in ("image", "packages", "path", "template"):
+        if body.get(field):
+            hint = f"remove {field}: FROM names the image, RUN installs packages, and COPY copies files"
+            raise Failure(f"a Dockerfile cannot be combined with {field}", ExitCode.USAGE, hint)
+    if body.get("from", "image") != "image":
+        raise Failure(f"a Dockerfile cannot be combined with --from {body['from']}", ExitCode.USAGE, "remove --from")
+    try:
+        translated = translate_dockerfile(lambda path, data: client.call("POST", path, data), dockerfile, context)
+        for archive in translated.missing_archives:
+            with progress_shown(f"uploading {archive.source}", archive.size) as advance:
+                client.put_file(f"/build-files/{archive.digest}", _count(archive.read_pieces(), advance), archive.size)
+    except ContextError as error:
+        message, _, hint = str(error).rpartition(": ")
+        raise Failure(message, ExitCode.USAGE, hint) from None
+    body["image"] = translated.image
+    body["setup"] = [*translated.setup, *(body.get("setup") or ())]
+    body["startCommand"] = body.get("startCommand") or translated.start_command
+    body.setdefault("setupNetwork", False)
+
+
+def _count(pieces: Iterable[bytes], advance: Callable[[int], object]) -> Iterator[bytes]:
+    for piece in pieces:
+        yield piece
+        advance(len(piece))
 
 
 def _wait_for_build(settings: Settings, build: dict[str, Any]) -> None:
