@@ -229,6 +229,21 @@ def test_startup_errors_are_reported(
     assert list_sandboxes(api) == []
 
 
+@pytest.mark.parametrize(
+    ("arguments", "remedy"),
+    [
+        (["pack", "base", "--out", "file"], "use `sandboxctl snapshot export`"),
+        (["unpack", "file", "--tag", "base"], "use `sandboxctl snapshot import`"),
+        (["compact", "base", "--to", "flat"], "every snapshot is complete"),
+    ],
+)
+def test_commands_about_files_and_chains_are_refused(
+    read_error: Callable[..., str], arguments: list[str], remedy: str
+) -> None:
+    message = read_error(*arguments)
+    assert f"forkd: {arguments[0]} is not supported, because " in message and remedy in message
+
+
 def test_the_remote_option_allows_all_addresses(api: httpx.Client, start_command: StartCommand, target: str) -> None:
     start_command("fork", "--tag", "base", "--remote", "--listen", f"0.0.0.0:{target.rpartition(':')[2]}")
     assert forkd.Sandbox(target=target, spawn=False).ping()["pong"] is True

@@ -29,11 +29,21 @@ _ENVIRONMENT = (
     f"FORKD_URL: the gateway, unix:///path, http:// or https:// (default {DEFAULT_URL}). FORKD_TOKEN: its key. "
     f"FORKD_TARGET: where to listen, HOST:PORT (default {DEFAULT_TARGET}, like forkd's client)."
 )
+_REFUSED_COMMANDS = {
+    "pack": "the gateway has its own file format: use `sandboxctl snapshot export`",
+    "unpack": "the gateway has its own file format: use `sandboxctl snapshot import`",
+    "compact": "every snapshot is complete: create sandboxes from it directly",
+}
+"""Commands of the original program, and why this one refuses them."""
 Result = TypeVar("Result")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    options = _build_parser().parse_args(argv)
+    arguments = sys.argv[1:] if argv is None else argv
+    if arguments and arguments[0] in _REFUSED_COMMANDS:
+        print(f"forkd: {arguments[0]} is not supported, because {_REFUSED_COMMANDS[arguments[0]]}", file=sys.stderr)
+        return _EXIT_FAILURE
+    options = _build_parser().parse_args(arguments)
     try:
         asyncio.run(options.run(options))
     except Failure as failure:
