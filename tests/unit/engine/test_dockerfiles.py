@@ -224,6 +224,8 @@ def test_errors_name_the_line(text: str, line: int, message: str) -> None:
         "FROM a\nARG A=" + "x" * 30_000 + "\nENV B=" + "$A" * 50_000,
         "FROM a\nENV A0=0123456789\n" + "".join(f"ENV A{n + 1}=$A{n}$A{n}$A{n}$A{n}\n" for n in range(30)),
         "FROM a\n" + "".join(f"ENV A{number}={'x' * 100}\n" for number in range(1000)),
+        "FROM a\nENV " + " ".join(f"{number:x}=" for number in range(15_000)) + "\nCOPY " + "$a " * 60_000 + "/",
+        "FROM a\nENV " + " ".join(f"{number:x}=$a" for number in range(25_000)),
         "# a=" + " " * 200_000 + "b\nFROM a",
         "FROM a\nCOPY " + "*a" * 50_000 + "[ /x",
         "x" * (MAX_LENGTH + 1),

@@ -150,6 +150,8 @@ class _Variables(Mapping[str, str]):
         self.env: dict[str, str] = {}
         self.args: dict[str, str | None] = {}
         """The ARGs by name. None: without a value."""
+        self.max_length = 0
+        """The length of the longest value so far."""
         self._has_image = has_image
         self._length = 0
 
@@ -173,9 +175,6 @@ class _Variables(Mapping[str, str]):
         """Return whether a condition on the variable can be decided without the image."""
         return _MARK not in (self.get(name) or "")
 
-    def compute_max_length(self) -> int:
-        return max(map(len, filter(None, (*self.env.values(), *self.args.values()))), default=0)
-
     def set(self, variables: dict[str, Any], name: str, value: str | None, line: int) -> None:
         self._length += len(name) + len(value or "")
         if name in variables:
@@ -183,6 +182,7 @@ class _Variables(Mapping[str, str]):
         if self._length > _MAX_VARIABLES_LENGTH:
             limit = f"{_MAX_VARIABLES_LENGTH >> 10} KiB"
             _fail(line, f"the variables take up more than {limit} in total: put long values into files")
+        self.max_length = max(self.max_length, len(value or ""))
         variables[name] = value
 
 
@@ -327,6 +327,8 @@ class _Translator:
             )
         if len(instruction.args) < 2:
             _fail(line, "COPY needs a source and a destination: correct it")
+        if len(instruction.args) > _MAX_STEPS:
+            _fail(line, f"COPY has more than {_MAX_STEPS} arguments: copy a directory")
         *sources, destination = (self._expand(instruction, word) for word in instruction.args)
         if not destination:
             _fail(line, "the destination of COPY is empty: correct it")
@@ -399,7 +401,7 @@ class _Translator:
             if not self._variables.is_known(match[1]):
                 remedy = "declare it with ARG or ENV before, or use it without a condition"
                 _fail(line, f"{match[0]}…}} depends on a variable that only the image may set: {remedy}", Unsupported)
-        if len(word) + word.count("$") * self._variables.compute_max_length() > _MAX_EXPANDED_LENGTH:
+        if len(word) + word.count("$") * self._variables.max_length > _MAX_EXPANDED_LENGTH:
             _fail(line, "the value could become too long when its variables are replaced: use fewer or shorter ones")
         try:
             return ShellLex(self._escape_token, env=self._variables, skip_unset_env=False).process_word(word)

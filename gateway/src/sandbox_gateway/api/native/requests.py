@@ -645,11 +645,14 @@ class BuildFromImage(NativeBody):
             raise Invalid(str(error)) from None
 
 
+_ArchiveDigest = Annotated[str, Field(pattern="^[0-9a-f]{64}$")]
+
+
 class TranslateDockerfile(NativeBody):
     dockerfile: str = Field(max_length=MAX_DOCKERFILE_LENGTH)
     ignore_file: str = Field("", max_length=MAX_DOCKERFILE_LENGTH, description="The contents of `.dockerignore`.")
-    digests: dict[str, Annotated[str, Field(pattern="^[0-9a-f]{64}$")]] | None = Field(
-        None, max_length=1000, description="For each source: the digest of the archive with its files."
+    digests: Annotated[dict[str, _ArchiveDigest], BeforeValidator(_check_pair_count)] | None = Field(
+        None, description="For each source: the digest of the archive with its files."
     )
 
 
