@@ -20,6 +20,7 @@ from tests.support.session import REPOSITORY
 MODULE_FILES = sorted((REPOSITORY / "plugins" / "modules").glob("*.py"))
 IMAGE_PATH = "/srv/images/base.tar.zst"
 REGISTRY = "registry.example"
+DOCKERFILE_PATH = "/srv/api/Dockerfile"
 EXPORTED_FILE_PATHS = ("/srv/before-upgrade.snapshot", "/srv/code-tuesday.volume")
 SETUP_TASKS: dict[str, list[Task]] = {
     "sandbox": [{"grove.sandbox.sandbox_volume": {"name": "data"}}],
@@ -109,6 +110,9 @@ def test_examples_succeed_and_change_something(
     text = json.dumps(load_examples(module)).replace(REGISTRY, registry.address)
     # The gateway reads the image of a template to detect changes.
     text = text.replace(IMAGE_PATH, str(image_file))
+    dockerfile = tmp_path / "Dockerfile"
+    dockerfile.write_text("FROM registry.example/team/api:1.4\nRUN apt-get install -y git\n")
+    text = text.replace(DOCKERFILE_PATH, str(dockerfile))
     for path in EXPORTED_FILE_PATHS:
         text = text.replace(path, str(tmp_path / Path(path).name))
     fingerprint = target.client.get("/signer")["fingerprint"]

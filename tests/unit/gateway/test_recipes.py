@@ -35,6 +35,7 @@ def test_the_digest_covers_every_field_and_salt() -> None:
         {"ready_probe": "true"},
         {"ready_timeout": 61},
         {"setup_timeout": 61},
+        {"setup_network": False},
         {"resources": {"cpus": 2}},
         {"source": "rootfs", "path": "/x"},
         {"source": "image", "image": "app:1"},
