@@ -121,8 +121,7 @@ class DesiredState:
 class CurrentState:
     """The state of the gateway that a plan needs. ``origins``: the ids of the snapshots that templates come from.
 
-    ``recipe``: the task's recipe, completed from its Dockerfile, if it has one. ``dockerfile``: the translation of the
-    Dockerfile. ``dockerfile_failure``: why there is none.
+    ``dockerfile``: the translation of the task's Dockerfile, if it has one. ``dockerfile_failure``: why it has none.
     """
 
     resources: Mapping[str, Mapping[str, Any]]
@@ -133,7 +132,6 @@ class CurrentState:
     origins: Mapping[str, str] = field(default_factory=dict)
     build_failures: Mapping[str, Failure] = field(default_factory=dict)
     """The failures of builds that were already running, by the names of their templates."""
-    recipe: Mapping[str, Any] = field(default_factory=dict)
     dockerfile: TranslatedDockerfile | None = None
     dockerfile_failure: Failure | None = None
 
@@ -232,7 +230,6 @@ def observe(client: Client, want: DesiredState) -> CurrentState:
         return CurrentState(
             resources,
             taken_names,
-            recipe=recipe,
             dockerfile=dockerfile,
             dockerfile_failure=dockerfile_failure,
             build_failures=build_failures,
@@ -341,7 +338,7 @@ def _plan_template(want: DesiredState, have: CurrentState, name: str) -> list[Ac
         return _plan_pull(want, have, name, current_shape)
     if have.dockerfile_failure is not None:
         raise have.dockerfile_failure
-    recipe = have.recipe
+    recipe = _complete_recipe(want, have.dockerfile)
     if current_shape is not None and _is_up_to_date(want, recipe, current_shape):
         if current_shape["status"] == "building":
             return []

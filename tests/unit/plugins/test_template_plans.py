@@ -40,6 +40,16 @@ def test_a_template_of_a_gateway_without_image_support_is_compared() -> None:
     assert (action.request["body"]["from"], action.request["body"]["image"]) == ("image", "app:1")
 
 
+def test_a_gateway_that_does_not_know_setup_network_builds_and_compares_templates() -> None:
+    template = make_template()
+    del template["recipe"]["setupNetwork"]
+    assert make_plan(template).actions == ()
+    (action,) = make_plan(template, image="app:1").actions
+    assert "setupNetwork" not in action.request["body"]
+    (action,) = make_plan(template, setup_network=False).actions
+    assert action.request["body"]["setupNetwork"] is False
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
