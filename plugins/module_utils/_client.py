@@ -21,6 +21,7 @@ from typing import Any, NoReturn
 from urllib.parse import quote, urlencode, urlsplit
 
 from ansible_collections.grove.sandbox.plugins.module_utils._failure import Failure
+from ansible_collections.grove.sandbox.plugins.module_utils._fields import replace_field_names
 from ansible_collections.grove.sandbox.plugins.module_utils._refusals import name_options
 
 DEFAULT_URL = "unix:///run/sandbox-gateway/gateway.sock"
@@ -34,6 +35,8 @@ PLANNED_ID_PREFIX = "known-after-apply-"
 """The beginning of the placeholder that check mode shows for the id of an object that only the run creates."""
 _SESSION_ID_PREFIX = "5e5510ff"
 _SESSION_ID_PATTERN = re.compile(rf"\b{_SESSION_ID_PREFIX}([0-9a-f]{{4}})\b")
+_UNKNOWN_FIELDS = re.compile("unknown fields?: (.*): correct or remove (?:it|them)", re.DOTALL)
+"""The gateway's message for fields that it does not know."""
 _PLANNED_ID_PATTERN = re.compile(rf"\b{PLANNED_ID_PREFIX}([0-9a-f]{{4}})\b")
 ID_PATTERN = re.compile(rf"[0-9a-f]{{12}}|{PLANNED_ID_PREFIX}[0-9a-f]{{4}}")
 LOOPBACK_HOST = re.compile(r"localhost|.*\.localhost|127(\.\d{1,3}){3}|::1|0\.0\.0\.0|::", re.IGNORECASE)
@@ -135,6 +138,8 @@ class Client:
         """Whether the requests belong to a task in check mode."""
         self.started_builds: dict[str, str] = {}
         """The ids of the templates whose builds the current task has started, or has waited for in vain, by name."""
+        self.uploaded_digests: set[str] = set()
+        """The digests of the archives that the current task has uploaded for builds."""
         self.may_change = True
         """False in a plan session if the same key may not make the session's changes."""
         self.known_objects: dict[str, Any] = {}
@@ -535,16 +540,29 @@ class Client:
             )
         if status in (404, 405) and message.startswith(("route ", request)):
             return self._create_gateway_too_old_error(None, request)
+        if kind == "invalid" and (match := _UNKNOWN_FIELDS.fullmatch(message)):
+            return self._create_unknown_fields_error(match[1])
         details = data.get("details")
         message = name_options(message, details if isinstance(details, dict) else {})
         return Failure(message, kind, blockers=[str(item) for item in data.get("blockers") or ()], status=status)
 
     def _create_gateway_too_old_error(self, version: str | None, request: str = "") -> Failure:
         required_version = ".".join(str(part) for part in MINIMUM_VERSION)
-        problem = f"is version {version}" if version else f"does not support {request}"
+        problem = (
+            f"is version {version}, but this collection needs sandbox-gateway {required_version} or newer"
+            if version
+            else f"does not support {request}, which this task needs"
+        )
         return Failure(
-            f"the gateway at {self.address.url} {problem}, but this collection needs sandbox-gateway "
-            f"{required_version} or newer: upgrade it with the grove.sandbox.gateway role",
+            f"the gateway at {self.address.url} {problem}: upgrade it with the grove.sandbox.gateway role", "too_old"
+        )
+
+    def _create_unknown_fields_error(self, fields: str) -> Failure:
+        """Return the error for fields that the gateway does not know. Modules send none that a newer gateway lacks."""
+        options = replace_field_names(re.sub(r" \(did you mean [^)]*\)", "", fields))
+        return Failure(
+            f"the gateway at {self.address.url} is older than this collection, and does not know {options}: remove it "
+            "from the task, or upgrade the gateway with the grove.sandbox.gateway role",
             "too_old",
         )
 

@@ -64,5 +64,10 @@ def replace_fields(message: str) -> str:
     return _LOCATION.sub(lambda match: ".".join(map(_get_option, match.group().split("."))), message)
 
 
+def replace_field_names(fields: str) -> str:
+    """Return a list of fields with the names of options, such as ``memory_mb, cpus`` for ``memoryMB, cpuCount``."""
+    return re.sub("[A-Za-z]+", lambda match: _get_option(match.group()), fields)
+
+
 def _get_option(field: str) -> str:
     return OPTIONS_BY_FIELD.get(field, field)

@@ -201,6 +201,7 @@ class _Run:
     def _plan_and_apply(self) -> dict[str, Any]:
         self.client.forget_objects()
         self.client.started_builds.clear()
+        self.client.uploaded_digests.clear()
         self.planned_actions = []
         try:
             have = self.resource_kind.observe(self.client, self.want)

@@ -452,6 +452,8 @@ def apply(action: Action, client: Client) -> dict[str, Failure]:
 def _upload(client: Client, archive: Archive) -> None:
     """Upload the files of a COPY instruction. In a plan session, only announce them. Raises Failure."""
     path = f"/build-files/{archive.digest}"
+    if archive.digest in client.uploaded_digests:
+        return
     try:
         if client.is_planning:
             client.put_file(path, lambda: (), 0)
@@ -459,6 +461,7 @@ def _upload(client: Client, archive: Archive) -> None:
             client.put_file(path, archive.read_pieces, archive.size)
     except ContextError as error:
         raise Failure(str(error)) from None
+    client.uploaded_digests.add(archive.digest)
 
 
 def _wait_for_build(client: Client, name: str, template: Mapping[str, Any], seconds: float) -> None:

@@ -278,7 +278,9 @@ def test_quoted_values_arrive_unchanged(env: dict[str, str]) -> None:
     }
 
 
-_PATTERN_PARTS = st.sampled_from([*"ab./*?!-^", "**", "**/", "[ab]", "[^a]", "[a-b]", "\\a", "\\*", "[", "]", "x.y"])
+_PATTERN_PARTS = st.sampled_from(
+    [*"ab./*?!-^*", "*a", "*b/", "/**/", "**", "**/", "[ab]", "[^a]", "[a-b]", "\\a", "\\*", "[", "]", "x.y"]
+)
 _PATHS = st.lists(st.sampled_from(["a", "b", "ab", "a.b", "*", "-", "x.y", "^"]), min_size=1, max_size=4).map("/".join)
 
 
@@ -291,11 +293,34 @@ def test_ignore_patterns_match_like_docker(lines: list[str], paths: list[str]) -
         with pytest.raises(Invalid, match=r"the \.dockerignore file is not valid"):
             translate_ignore_file("\n".join(lines))
         return
-    patterns = translate_ignore_file("\n".join(lines))
+    try:
+        patterns = translate_ignore_file("\n".join(lines))
+    except Invalid as error:
+        assert re.search("has .* wildcards, and", str(error)), error
+        return
     for path in paths:
         assert _is_ignored(path, [(pattern.regex, pattern.is_exception) for pattern in patterns]) == matcher.matches(
             path
         )
+
+
+@pytest.mark.parametrize(
+    ("pattern", "path"),
+    [
+        ("*a" * 99 + "b", "a" * 255),
+        ("**/" * 99 + "x", "y/" * 1000),
+        ("**/*a*a*a/**/*b*b*c", "aaaa/bbbb/" * 200),
+    ],
+)
+def test_patterns_match_long_paths_without_trying_all_combinations(pattern: str, path: str) -> None:
+    (translated,) = translate_ignore_file(pattern)
+    assert re.fullmatch(translated.regex, path) is None
+
+
+@pytest.mark.parametrize("pattern", ["a**b**c**d", "[^a]*b*c*d", "*a" * 101])
+def test_patterns_that_would_try_too_many_combinations_are_refused(pattern: str) -> None:
+    with pytest.raises(Invalid, match=r"has .* wildcards.*: use at most .*, or several patterns"):
+        translate_ignore_file(pattern)
 
 
 @pytest.mark.parametrize(

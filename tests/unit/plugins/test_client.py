@@ -74,3 +74,33 @@ def test_unknown_fields_are_rejected(client: Client) -> None:
         client.post("/sandboxes", {"templateID": "base", "name": "box", "network": {"shade": 1}})
     with pytest.raises(Failure, match="unknown: flavour"):
         client.get("/sandboxes", flavour="sweet")
+
+
+@pytest.mark.parametrize(
+    ("status", "message", "expected"),
+    [
+        (
+            400,
+            "unknown field: setupNetwork (did you mean setup?): correct or remove it",
+            "does not know setup_network:",
+        ),
+        (
+            400,
+            "unknown fields: memoryMB, network.allowOut: correct or remove them",
+            "know memory_mb, network.allow_out:",
+        ),
+        (
+            404,
+            "route POST /dockerfiles not found: GET /openapi.json lists the routes",
+            "does not support POST /dockerfi",
+        ),
+    ],
+)
+def test_errors_that_only_an_older_gateway_returns_say_how_to_upgrade_it(
+    faulty_gateway: FaultyGateway, client: Client, status: int, message: str, expected: str
+) -> None:
+    kind = "invalid" if status == 400 else "not_found"
+    faulty_gateway.intercept = lambda _method, _target: (status, {"message": message, "kind": kind})
+    with pytest.raises(Failure, match=rf"{expected}.* upgrade .* with the grove\.sandbox\.gateway role") as error_info:
+        client.post("/dockerfiles", {})
+    assert error_info.value.kind == "too_old"

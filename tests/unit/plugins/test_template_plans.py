@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from ansible_collections.grove.sandbox.plugins.module_utils import _template
+from ansible_collections.grove.sandbox.plugins.module_utils._build_context import Archive
 from ansible_collections.grove.sandbox.plugins.module_utils._failure import Failure
 from ansible_collections.grove.sandbox.plugins.module_utils._plan import Plan, diff, predict
 from ansible_collections.grove.sandbox.plugins.module_utils._shapes import RECIPE_FIELDS, make_template_shape
@@ -122,3 +124,14 @@ def test_a_rebuild_uses_the_prewarm_count_of_the_task() -> None:
     assert diff([action])["after"]["web"]["prewarm"] == 0
     (action,) = make_plan(current_template, packages=["curl"], prewarm=2).actions
     assert action.request["body"]["prewarm"] == diff([action])["after"]["web"]["prewarm"] == 2
+
+
+def test_an_archive_that_several_templates_need_is_uploaded_once() -> None:
+    uploads: list[str] = []
+    client = SimpleNamespace(
+        is_planning=False, uploaded_digests=set(), put_file=lambda path, _pieces, _size: uploads.append(path)
+    )
+    archives = [Archive("app", digest, 0, ()) for digest in ("1" * 64, "1" * 64, "2" * 64)]
+    for archive in archives:
+        _template._upload(client, archive)  # type: ignore[arg-type]
+    assert uploads == [f"/build-files/{digit * 64}" for digit in "12"]

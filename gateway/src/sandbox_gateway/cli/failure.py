@@ -56,6 +56,8 @@ def create_failure_from_response(status: int, body: Any, options: Mapping[str, s
         )
     kind, message = body.get("kind", ""), name_options(str(body["message"]), options or {})
     code = _EXIT_CODE_BY_KIND.get(kind) or _EXIT_CODE_BY_STATUS.get(status, ExitCode.FAILED)
+    if message.startswith(("route ", "unknown field")):
+        return Failure(message, code, "upgrade the gateway, which may be older than this command")
     return Failure(message, code, _find_hint(kind, body.get("blockers") or [], body.get("details") or {}))
 
 

@@ -148,6 +148,8 @@ def build(
         _add_dockerfile(settings.client, body, dockerfile, context)
     elif context:
         raise Failure("--context is valid only with --dockerfile", ExitCode.USAGE, "remove it, or pass --dockerfile")
+    if body.get("setupNetwork"):  # Older gateways do not know the field, and always allow the network.
+        del body["setupNetwork"]
     started_build = settings.client.call("POST", "/templates", body)
     if started_build["buildStatus"] != "ready" and not detach:
         _wait_for_build(settings, started_build)
