@@ -36,7 +36,7 @@ settings.load_profile("busy machine")
 
 # Fast tests run first. Folders of one group share expensive fixtures.
 _GROUPS = {
-    "quick": ("unit", "agent", "api", "cli"),
+    "quick": ("unit", "agent", "api", "cli", "fleet"),
     "zfs": ("freebsd_shim", "jail_zfs", "zfs_core", "zfs_core_cli"),
     "gateway": ("gateway", "collection", "molecule"),
     "engine": ("engine",),

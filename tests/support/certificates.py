@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import ssl
 import subprocess
+from dataclasses import dataclass
 from pathlib import Path
 
 
@@ -20,3 +22,46 @@ def create_certificate(directory: Path) -> tuple[Path, Path]:
         timeout=60,
     )
     return cert, key
+
+
+@dataclass(frozen=True)
+class Certificate:
+    """The files of a certificate, and of the authority that has signed it."""
+
+    ca: Path
+    cert: Path
+    key: Path
+
+    def create_client_context(self) -> ssl.SSLContext:
+        context = ssl.create_default_context(cafile=self.ca)
+        context.load_cert_chain(self.cert, self.key)
+        return context
+
+
+class Authority:
+    """A certificate authority, whose certificates are for 127.0.0.1."""
+
+    def __init__(self, directory: Path, name: str = "ca") -> None:
+        directory.mkdir(exist_ok=True)
+        self._directory = directory
+        self._ca, self._key = directory / f"{name}.pem", directory / f"{name}.key"
+        key_options = ("-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:P-256", "-nodes", "-days", "1")
+        _run_openssl(
+            *("req", "-x509", *key_options, "-subj", f"/CN={name}", "-keyout", str(self._key), "-out", str(self._ca)),
+            *("-addext", "basicConstraints=critical,CA:TRUE", "-addext", "keyUsage=critical,keyCertSign"),
+        )
+
+    def issue(self, name: str) -> Certificate:
+        """Create a certificate for a server and a client at 127.0.0.1."""
+        cert, key = self._directory / f"{name}.pem", self._directory / f"{name}.key"
+        _run_openssl(
+            *("req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:P-256", "-nodes", "-days", "1"),
+            *("-CA", str(self._ca), "-CAkey", str(self._key), "-subj", f"/CN={name}"),
+            *("-addext", "subjectAltName=IP:127.0.0.1", "-addext", "basicConstraints=critical,CA:FALSE"),
+            *("-keyout", str(key), "-out", str(cert)),
+        )
+        return Certificate(self._ca, cert, key)
+
+
+def _run_openssl(*arguments: str) -> None:
+    subprocess.run(["openssl", *arguments], check=True, capture_output=True, timeout=60)

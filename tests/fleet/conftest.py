@@ -1,0 +1,23 @@
+"""Fixtures of the fleet: etcd servers and certificates."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.support.certificates import Authority
+from tests.support.etcd import Etcd, running_etcd
+
+
+@pytest.fixture
+def etcd(tmp_path: Path) -> Iterator[Etcd]:
+    """An etcd server of its own, which the test may stop."""
+    with running_etcd(tmp_path / "etcd") as server:
+        yield server
+
+
+@pytest.fixture(scope="session")
+def authority(tmp_path_factory: pytest.TempPathFactory) -> Authority:
+    return Authority(tmp_path_factory.mktemp("authority"))
