@@ -6,14 +6,17 @@
 from __future__ import annotations
 
 import ipaddress
+import re
 import tomllib
 from pathlib import Path
 from typing import Literal
+from urllib.parse import urlsplit
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, ValidationInfo, field_validator
 
 from sandbox_gateway.errors import Invalid
 from sandbox_gateway.image_references import is_registry_host
+from sandbox_gateway.records import check_name
 from sandbox_gateway.validation import explain
 
 
@@ -349,6 +352,103 @@ class PrewarmSection(_Section):
     )
 
 
+class FleetSection(_Section):
+    """`[fleet]`: many hosts as one. Without this section, a gateway knows only its own host."""
+
+    name: str = Field(description="Name of this host; no other member of the fleet may have it.")
+    address: str = Field(
+        description="`host:port` at which the other gateways reach this one. Only gateways with a certificate from "
+        "`tls_ca` can connect; clients use `server.listen`."
+    )
+    listen: str = Field(
+        "", description="TCP address `host:port` on which the gateway listens for the others. Empty string: `address`."
+    )
+    etcd: list[str] = Field(
+        min_length=1,
+        description="Addresses of the members of the etcd cluster: `https://host:port`, or `http://` on loopback.",
+    )
+    prefix: str = Field(
+        "/grove.sandbox/",
+        pattern=r"^/([A-Za-z0-9_.-]+/)+$",
+        description="Prefix of all keys in etcd. Each fleet needs its own.",
+    )
+    labels: dict[str, str] = Field(
+        default_factory=dict, description="Labels of this host, by which requests can choose hosts (`placement`)."
+    )
+    tls_ca: Path = Field(
+        description="PEM certificates of the authorities that sign the certificates of the gateways and of etcd. "
+        "Anyone with such a certificate has administrator rights on all hosts."
+    )
+    tls_cert: Path = Field(
+        description="PEM certificate chain of this gateway, for the host in `address`, as a server and as a client."
+    )
+    tls_key: Path = Field(description="PEM private key of that certificate.")
+    secret_file: Path = Field(
+        description="File with the 32-byte secret of the fleet, readable only by root, from which the tokens of all "
+        "sandboxes are derived. It replaces `state_root`/secret."
+    )
+
+    @field_validator("name")
+    @classmethod
+    def _check_name(cls, value: str) -> str:
+        return check_name(value)
+
+    @field_validator("address", "listen")
+    @classmethod
+    def _check_address(cls, value: str, info: ValidationInfo) -> str:
+        host, _, port = value.rpartition(":")
+        if value and not (port.isascii() and port.isdigit() and 0 < int(port) < 65536):
+            raise ValueError(f"{value!r} is not an address: use host:port, such as 10.0.0.1:8701")
+        if info.field_name == "address" and host.strip("[]") in ("", "0.0.0.0", "::"):
+            raise ValueError(f"{value!r} does not name this host: use a name or an address that the others can reach")
+        return value
+
+    @field_validator("etcd")
+    @classmethod
+    def _check_endpoints(cls, values: list[str]) -> list[str]:
+        for value in values:
+            url = urlsplit(value)
+            try:
+                is_valid = url.scheme in ("http", "https") and bool(url.hostname) and url.port is not None
+            except ValueError:
+                is_valid = False
+            if "@" in value:
+                raise ValueError("the addresses must not contain passwords: use certificates (tls_cert)")
+            if not is_valid or url.path or url.query:
+                raise ValueError(f"{value!r} is not the address of a member of etcd: use https://host:port")
+            if url.scheme == "http" and not _is_loopback(url.hostname or ""):
+                raise ValueError(f"{value!r} is not encrypted: use https://, because it is not on this host")
+        return values
+
+    @field_validator("labels")
+    @classmethod
+    def _check_labels(cls, values: dict[str, str]) -> dict[str, str]:
+        for key, value in values.items():
+            if not (_LABEL_PATTERN.fullmatch(key) and _LABEL_PATTERN.fullmatch(value)):
+                raise ValueError(
+                    f"{key} = {value!r} is not a label: use up to 64 letters, digits, '_', '.', '/' and '-' for its "
+                    "name and for its value"
+                )
+        return values
+
+    @field_validator("tls_ca", "tls_cert", "tls_key", "secret_file")
+    @classmethod
+    def _check_path(cls, value: Path) -> Path:
+        if not value.is_absolute():
+            raise ValueError(f"{str(value)!r} is not an absolute path")
+        return value
+
+
+_LABEL_PATTERN = re.compile(r"[A-Za-z0-9_./-]{1,64}")
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
 class LogSection(_Section):
     """`[log]`: structured logs."""
 
@@ -377,6 +477,7 @@ class Config(_Section):
     limits: Limits = Field(default_factory=Limits)
     registry: RegistrySection = Field(default_factory=RegistrySection)
     prewarm: PrewarmSection = Field(default_factory=PrewarmSection)
+    fleet: FleetSection | None = Field(None, description="Absent: the gateway knows only its own host.")
     log: LogSection = Field(default_factory=LogSection)
     restart: Literal["start", "stay"] = Field(
         "start",
@@ -387,6 +488,11 @@ class Config(_Section):
     @property
     def cache_root(self) -> Path:
         return self.host.cache_root or self.host.state_root / "cache"
+
+    @property
+    def secret_path(self) -> Path:
+        """The file with the secret from which the tokens of sandboxes are derived."""
+        return self.fleet.secret_file if self.fleet else self.host.state_root / "secret"
 
 
 def load(path: Path) -> Config:

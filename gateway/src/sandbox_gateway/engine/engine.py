@@ -105,7 +105,7 @@ class Engine:
         """Lock the host, scan it, and complete or undo operations that a crash interrupted."""
         start_time = time.monotonic()
         await self.host.open()
-        self.secret.load(self.config.host.state_root / "secret")
+        self.secret.load(self.config.secret_path)
         self.transfers.open()
         self.build_files.open()
         self.artifacts.open()

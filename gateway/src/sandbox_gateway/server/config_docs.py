@@ -14,8 +14,8 @@ from pydantic_core import PydanticUndefined
 
 _HEAD = """# Configuration
 
-`sandbox-gateway serve --config FILE` reads one TOML file. Every key is optional. Unknown keys are errors. To validate a
-file, run `sandbox-gateway check --config FILE`.
+`sandbox-gateway serve --config FILE` reads one TOML file. Every section is optional, and so is every key except those
+that are marked as required. Unknown keys are errors. To validate a file, run `sandbox-gateway check --config FILE`.
 
 This page is generated from the declarations in `config.py` (`sandbox-gateway config-docs`).
 """
@@ -34,8 +34,8 @@ def render_page(config: type[BaseModel]) -> str:
 
 
 def _find_section_model(field: FieldInfo) -> type[BaseModel] | None:
-    kind = field.annotation
-    return kind if isinstance(kind, type) and issubclass(kind, BaseModel) else None
+    kinds = get_args(field.annotation) or (field.annotation,)
+    return next((kind for kind in kinds if isinstance(kind, type) and issubclass(kind, BaseModel)), None)
 
 
 def _render_table(fields: dict[str, FieldInfo]) -> str:
@@ -85,6 +85,8 @@ def _format_type_name(kind: Any) -> str:
         return " or ".join(f"`{json.dumps(arg)}`" for arg in args)
     if origin in (Union, types.UnionType):
         return " or ".join(_format_type_name(arg) for arg in args if arg is not type(None))
+    if origin is dict:
+        return f"table of {_format_type_name(args[1])}s"
     if origin is list:
         return f"list of {_format_type_name(args[0])}s"
     type_names = {str: "string", Path: "path", bool: "boolean", int: "integer", float: "number"}
