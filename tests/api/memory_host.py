@@ -414,6 +414,9 @@ class MemoryHost:
     async def scan(self) -> Scan:
         return Scan()
 
+    def describe_platform(self) -> Mapping[str, str]:
+        return {"accelerator": "memory"}
+
     async def room(self) -> Room:
         return self.available_room
 

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.fleet.world import World, created_world
 from tests.support.certificates import Authority
 from tests.support.etcd import Etcd, running_etcd
 
@@ -21,3 +22,10 @@ def etcd(tmp_path: Path) -> Iterator[Etcd]:
 @pytest.fixture(scope="session")
 def authority(tmp_path_factory: pytest.TempPathFactory) -> Authority:
     return Authority(tmp_path_factory.mktemp("authority"))
+
+
+@pytest.fixture
+def world(tmp_path: Path, etcd: Etcd, authority: Authority) -> Iterator[World]:
+    """A fleet without hosts yet, on an etcd of its own."""
+    with created_world(tmp_path, etcd, authority) as instance:
+        yield instance

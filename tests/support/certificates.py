@@ -44,12 +44,19 @@ class Authority:
     def __init__(self, directory: Path, name: str = "ca") -> None:
         directory.mkdir(exist_ok=True)
         self._directory = directory
+        self._issued: dict[str, Certificate] = {}
         self._ca, self._key = directory / f"{name}.pem", directory / f"{name}.key"
         key_options = ("-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:P-256", "-nodes", "-days", "1")
         _run_openssl(
             *("req", "-x509", *key_options, "-subj", f"/CN={name}", "-keyout", str(self._key), "-out", str(self._ca)),
             *("-addext", "basicConstraints=critical,CA:TRUE", "-addext", "keyUsage=critical,keyCertSign"),
         )
+
+    def get(self, name: str) -> Certificate:
+        """Return the certificate that was issued under this name, or issue it."""
+        if name not in self._issued:
+            self._issued[name] = self.issue(name)
+        return self._issued[name]
 
     def issue(self, name: str) -> Certificate:
         """Create a certificate for a server and a client at 127.0.0.1."""

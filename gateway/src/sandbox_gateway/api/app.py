@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from fastapi import APIRouter, FastAPI, Request
 from fastapi.openapi.utils import get_openapi
@@ -27,6 +27,9 @@ from sandbox_gateway.engine.engine import Engine
 from sandbox_gateway.engine.plans.runs import AppliedRuns
 from sandbox_gateway.engine.plans.sessions import PlanSessions
 from sandbox_gateway.errors import GatewayError
+
+if TYPE_CHECKING:
+    from sandbox_gateway.fleet.fleet import Fleet
 
 _DESCRIPTION = "Capture, fork and roll back sandboxes while they run."
 _ERRORS: dict[int | str, dict[str, Any]] = {
@@ -76,7 +79,7 @@ async def check_health(request: Request, engine: EngineDep) -> HealthShape:
     )
 
 
-def create_app(engine: Engine, config: Config, keys: Keys) -> FastAPI:
+def create_app(engine: Engine, config: Config, keys: Keys, fleet: Fleet | None = None) -> FastAPI:
     """Create the ASGI application for ``engine``. For the Unix socket, wrap it in ``auth.LocalPeerMiddleware``.
 
     ``app.state.closing`` (an asyncio.Event) ends the streams that would otherwise never end;
@@ -105,6 +108,10 @@ def create_app(engine: Engine, config: Config, keys: Keys) -> FastAPI:
     modules = (artifacts, templates, sandboxes, snapshots, volumes, plans, applied_runs, events, metrics, forkd)
     for router in (_health_router, *(module.router for module in modules)):
         app.include_router(router)
+    if fleet:
+        from sandbox_gateway.api.fleet.hosts import create_router
+
+        app.include_router(create_router(fleet))
     # The middleware added last runs first.
     app.add_middleware(
         BodyLimitMiddleware, seconds=config.server.request_seconds, stalled_seconds=config.server.stalled_seconds

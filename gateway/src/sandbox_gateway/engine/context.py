@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from sandbox_gateway.config import Config
+from sandbox_gateway.engine.claims import Claims, LocalClaims
 from sandbox_gateway.engine.durations import Durations
 from sandbox_gateway.engine.events import Events
 from sandbox_gateway.engine.index import Index
@@ -22,6 +23,7 @@ class Context:
         self.host = host
         self.config = config
         self.index = index or Index()
+        self.claims: Claims = LocalClaims()
         self.locks = KeyedLocks(config.limits.lock_seconds)
         self.events = Events()
         self.durations = Durations()

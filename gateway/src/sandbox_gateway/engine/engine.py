@@ -9,6 +9,7 @@ from sandbox_gateway.engine.agents import Agents
 from sandbox_gateway.engine.attachments import Attachments
 from sandbox_gateway.engine.build_files import BuildFiles
 from sandbox_gateway.engine.captures import Captures
+from sandbox_gateway.engine.claims import Claims
 from sandbox_gateway.engine.collector import Collector
 from sandbox_gateway.engine.commands import Commands
 from sandbox_gateway.engine.context import Context
@@ -58,7 +59,7 @@ class Engine:
     ) -> None:
         """Create an engine. ``index`` and ``agents_class`` are for plan sessions: see ``plans.sessions``."""
         # The state of all groups.
-        context = Context(host, config, index)
+        self._context = context = Context(host, config, index)
         self.host, self.config, self.secret = host, config, context.secret
         self.index, self.events, self.background = context.index, context.events, context.background
         self.durations = context.durations
@@ -100,6 +101,10 @@ class Engine:
         self.loads = Loads(context)
         self._recovery = Recovery(context, collector, removal, attachments, machines, sandboxes)
         self._expiry = Expiry(context, collector, sandboxes)
+
+    def use_claims(self, claims: Claims) -> None:
+        """Claim names with ``claims`` from now on, instead of only in the index."""
+        self._context.claims = claims
 
     async def open(self) -> None:
         """Lock the host, scan it, and complete or undo operations that a crash interrupted."""

@@ -9,6 +9,7 @@ from types import MappingProxyType
 
 from sandbox_gateway.engine.agent_client import check_environment
 from sandbox_gateway.engine.captures import Captures
+from sandbox_gateway.engine.claims import Claim
 from sandbox_gateway.engine.collector import Collector
 from sandbox_gateway.engine.context import Context
 from sandbox_gateway.engine.durations import measured
@@ -106,8 +107,11 @@ class Forks:
     async def _capture_and_fork(self, ref: str, spec: ForkSpec) -> list[Sandbox | GatewayError]:
         self._mount_planner.resolve_volumes(spec.mounts or [])
         self._check_spec(spec)
-        with self._index.reserved(name for name in list_requested_names(spec) if name):
-            pass  # raises NameTaken before the source is paused
+        # Report a name that is taken before the source is paused.
+        names = [name for name in list_requested_names(spec) if name]
+        self._context.claims.require_free(names)
+        with self._index.reserved(names):
+            pass
         async with self._locking.running_sandbox_locked(ref) as sandbox:
             snapshot = self._captures.create_snapshot_record(sandbox, SnapshotKind.TRANSIENT)
             try:
@@ -175,6 +179,18 @@ class Forks:
         sandboxes: list[Sandbox],
         with_memory: bool,
         clones: Mapping[str, list[Volume]] = MappingProxyType({}),
+    ) -> list[Sandbox | GatewayError]:
+        records: list[Sandbox | Volume] = [*sandboxes, *(clone for each in clones.values() for clone in each)]
+        async with self._context.claims.held([Claim(record, [record.name]) for record in records]):
+            return await self._start_claimed_sandboxes(snapshot, spec, sandboxes, with_memory, clones)
+
+    async def _start_claimed_sandboxes(
+        self,
+        snapshot: Snapshot,
+        spec: ForkSpec,
+        sandboxes: list[Sandbox],
+        with_memory: bool,
+        clones: Mapping[str, list[Volume]],
     ) -> list[Sandbox | GatewayError]:
         semaphore = asyncio.Semaphore(spec.concurrency or self._context.config.limits.concurrency)
         completed_count = 0

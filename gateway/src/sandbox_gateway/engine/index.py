@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import heapq
 from collections import Counter, defaultdict
-from collections.abc import Container, Iterable, Iterator
+from collections.abc import Callable, Container, Iterable, Iterator
 from typing import NamedTuple, TypeVar
 
 from sandbox_gateway.engine.creation_order import CreationOrder, Key
@@ -70,6 +70,8 @@ class Index:
         """Ids of the snapshots for which forks are kept ready."""
         self.collectable_ids: set[str] = set()
         """Ids of the snapshots that are removed as soon as they are unused."""
+        self.listener: Callable[[str], None] | None = None
+        """Called with the id of each object that is added, changed or removed."""
         self._orders: defaultdict[str, CreationOrder] = defaultdict(CreationOrder)
         """The order of snapshots, by kind, and of sandboxes (``_SANDBOXES``)."""
         self._users = IdGroups()
@@ -106,7 +108,7 @@ class Index:
         problems = []
         records: list[Record] = [*sandboxes, *snapshots, *volumes, *volume_snapshots]
         for record in sorted(records, key=lambda record: record.created_at):
-            for name in _list_names(record):
+            for name in list_names(record):
                 if self._names.get(name, record.id) != record.id:
                     problems.append(
                         f"{record.id} lost the name {name!r}, because {self._names[name]} also has it: use the "
@@ -128,7 +130,7 @@ class Index:
 
     def put(self, record: Record) -> None:
         """Add an object, or replace its record."""
-        old_record = self._find_record(record.id)
+        old_record = self.find_record(record.id)
         self._forget(record.id)
         compact(record)
         if isinstance(record, Sandbox):
@@ -152,8 +154,11 @@ class Index:
             self.changed_series.add(entry.series)
         if old_record is not None:
             count_change(old_record, record, self)
+        if self.listener:
+            self.listener(record.id)
 
-    def _find_record(self, id: str) -> Record | None:
+    def find_record(self, id: str) -> Record | None:
+        """Return the object with this id, or None."""
         return self.sandboxes.get(id) or self.snapshots.get(id) or self.volumes.get(id) or self.volume_snapshots.get(id)
 
     def _add_to_groups(self, snapshot: Snapshot) -> None:
@@ -173,6 +178,8 @@ class Index:
         self._forget(id)
         for records in (self.sandboxes, self.snapshots, self.volumes, self.volume_snapshots):
             records.pop(id, None)
+        if self.listener:
+            self.listener(id)
 
     def _forget(self, id: str) -> None:
         """Remove the values that ``put`` derived from the record of an object."""
@@ -304,7 +311,7 @@ class Index:
         if not id:
             base_name, tag = split_tag(name)
             template = self.snapshots.get(parse_build_id(tag))
-            if template is not None and base_name in (split_tag(each)[0] for each in _list_names(template)):
+            if template is not None and base_name in (split_tag(each)[0] for each in list_names(template)):
                 id = template.id
         return id
 
@@ -376,15 +383,15 @@ def _create_entry(record: Record) -> _Entry:
         return _Entry(key, (record.name,), _SANDBOXES, used_snapshots=tuple(used_ids))
     if isinstance(record, Snapshot):
         is_in_series = _is_visible_snapshot(record) and record.retention is not None
-        return _Entry(key, tuple(_list_names(record)), record.kind, record.source_sandbox if is_in_series else "")
-    return _Entry(key, tuple(_list_names(record)))
+        return _Entry(key, tuple(list_names(record)), record.kind, record.source_sandbox if is_in_series else "")
+    return _Entry(key, tuple(list_names(record)))
 
 
 def _is_visible_snapshot(snapshot: Snapshot) -> bool:
     return snapshot.kind is SnapshotKind.SNAPSHOT and not snapshot.doomed
 
 
-def _list_names(record: Record) -> list[str]:
+def list_names(record: Record) -> list[str]:
     """Return an object's names in the shared namespace. The name of a volume snapshot is local to its volume."""
     if isinstance(record, Snapshot):
         return [] if record.doomed else record.all_names

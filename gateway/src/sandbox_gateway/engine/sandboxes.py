@@ -10,6 +10,7 @@ from typing import Any
 
 from sandbox_gateway.engine.agents import Agents
 from sandbox_gateway.engine.captures import Captures
+from sandbox_gateway.engine.claims import Claim
 from sandbox_gateway.engine.collector import Collector
 from sandbox_gateway.engine.context import Context
 from sandbox_gateway.engine.creation_order import Key
@@ -107,8 +108,11 @@ class Sandboxes:
         async with self._locking.sandbox_locked(ref) as sandbox:
             new_name = require_valid_name(name) if name is not None and name != sandbox.name else ""
             changes: dict[str, Any] = {} if metadata is None else {"metadata": metadata}
-            with self._index.reserved([new_name] if new_name else []):
-                return await save_sandbox(self._context, sandbox.id, name=new_name or sandbox.name, **changes)
+            if not new_name:
+                return await save_sandbox(self._context, sandbox.id, **changes)
+            with self._index.reserved([new_name]):
+                async with self._context.claims.held([Claim(sandbox, [new_name])]):
+                    return await save_sandbox(self._context, sandbox.id, name=new_name, **changes)
 
     @measured("sandbox.set_timeout")
     async def set_timeout(self, ref: str, seconds: float | None) -> None:

@@ -8,6 +8,7 @@ from datetime import timedelta
 from typing import Any
 
 from sandbox_gateway.engine.captures import Captures
+from sandbox_gateway.engine.claims import Claim
 from sandbox_gateway.engine.collector import Collector
 from sandbox_gateway.engine.context import Context
 from sandbox_gateway.engine.creation_order import Key
@@ -111,9 +112,10 @@ class Snapshots:
                 snapshot.names, snapshot.description, snapshot.retention = names, description, retention
                 snapshot.prewarm = prewarm
                 snapshot.expires_at = None if expires_in is None else now() + timedelta(seconds=expires_in)
-                snapshot = await finish_despite_cancellation(
-                    self._captures.capture(sandbox, snapshot, memory=memory == "auto", volumes=volumes)
-                )
+                async with self._context.claims.held([Claim(snapshot, names)], may_be_late=not names):
+                    snapshot = await finish_despite_cancellation(
+                        self._captures.capture(sandbox, snapshot, memory=memory == "auto", volumes=volumes)
+                    )
         if retention is not None:
             await finish_despite_cancellation(self._collector.collect())
         return snapshot

@@ -10,6 +10,7 @@ from typing import Any
 
 from sandbox_gateway.engine.build_files import BuildFiles
 from sandbox_gateway.engine.builds import Build
+from sandbox_gateway.engine.claims import Claim
 from sandbox_gateway.engine.context import Context
 from sandbox_gateway.engine.durations import measured
 from sandbox_gateway.engine.image_steps import needs_programs
@@ -232,13 +233,14 @@ class Templates:
     async def _move_names(self, template: Snapshot, names: Sequence[str]) -> Snapshot:
         previous_owners = [each for each in self.list() if not {*names}.isdisjoint(each.all_names)]
         with self._index.reserved(names, releasing_ids={each.id for each in previous_owners}):
-            try:
-                for each in previous_owners:
-                    await self._set_names(each, [name for name in each.all_names if name not in names])
-                renamed_template = await self._set_names(template, [*template.all_names, *names])
-            except BaseException:
-                await clean_up(log, *(self._set_names(each, each.all_names) for each in previous_owners))
-                raise
+            async with self._context.claims.held([Claim(template, names)]):
+                try:
+                    for each in previous_owners:
+                        await self._set_names(each, [name for name in each.all_names if name not in names])
+                    renamed_template = await self._set_names(template, [*template.all_names, *names])
+                except BaseException:
+                    await clean_up(log, *(self._set_names(each, each.all_names) for each in previous_owners))
+                    raise
         await clean_up(log, *(self.remove(each.id) for each in previous_owners if {*each.all_names} <= {*names}))
         return renamed_template
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import AsyncIterator, Sequence
 
+from sandbox_gateway.engine.claims import Claim
 from sandbox_gateway.engine.collector import Collector
 from sandbox_gateway.engine.context import Context
 from sandbox_gateway.engine.durations import measured
@@ -72,7 +73,8 @@ class Volumes:
         volume = Volume(name=name, size_mb=size_mb, from_snapshot=source.id if source else "")
         async with self._collector.pinned_then_collected(*([source] if source else [])):
             with self._index.reserved([name]):
-                return await finish_despite_cancellation(create_volume(self._context, volume, source))
+                async with self._context.claims.held([Claim(volume, [name])]):
+                    return await finish_despite_cancellation(create_volume(self._context, volume, source))
 
     @measured("volume.grow")
     async def grow(self, ref: str, size_mb: int) -> Volume:

@@ -279,6 +279,12 @@ class Host(Protocol):
         cannot read.
         """
 
+    def describe_platform(self) -> Mapping[str, str]:
+        """Return the platform of this host's machines. Memory can be restored only on an identical one.
+
+        Empty: machines have no memory that can be restored.
+        """
+
     async def room(self) -> Room:
         """Return the space on the disk that stores this host's state, and the host's memory."""
 

@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from fastapi import FastAPI
 
     from sandbox_gateway.engine.engine import Engine
+    from sandbox_gateway.fleet.fleet import Fleet
     from sandbox_gateway.hosts.base import Host
 
 GRACE_SECONDS = 10
@@ -73,13 +74,22 @@ async def run(config: Config) -> None:
 async def serve(config: Config, engine: Engine, stop_event: asyncio.Event) -> None:
     """Open ``engine``, serve requests until ``stop_event`` is set, and close it. Raises GatewayError."""
     keys, address, tls = load_listener_settings(config.server)
+    fleet = _create_fleet(config, engine)
+
+    async def open_all() -> None:
+        await engine.open()
+        if fleet:
+            await fleet.open()
+
     try:
         async with start_timeout_extended():
-            is_open = await _run_until_stopped(stop_event, engine.open())
+            is_open = await _run_until_stopped(stop_event, open_all())
         if is_open:
             heap.exclude_existing_objects()
-            await _serve(config, engine, keys, address, tls, stop_event)
+            await _serve(config, engine, keys, address, tls, stop_event, fleet)
     finally:
+        if fleet:
+            await fleet.close()
         await engine.close()
 
 
@@ -87,6 +97,10 @@ async def check(config: Config) -> None:
     """Check that a gateway with this configuration can run on this machine. Raises GatewayError."""
     load_listener_settings(config.server)
     host = make_host(config)
+    if config.fleet:
+        from sandbox_gateway.fleet.fleet import check_files
+
+        check_files(config.fleet)
     try:
         await host.open()
     finally:
@@ -114,6 +128,20 @@ def make_host(config: Config) -> Host:
         ) from None
     host: Host = host_class(config)
     return host
+
+
+def _create_fleet(config: Config, engine: Engine) -> Fleet | None:
+    """Return the fleet of a gateway, or None without `[fleet]`. Raises Invalid."""
+    if config.fleet is None:
+        return None
+    try:
+        from sandbox_gateway.fleet.fleet import Fleet
+    except ImportError as error:
+        raise Invalid(
+            f"[fleet] needs a client for etcd ({error}): install the gateway with its extra `fleet`, or remove [fleet] "
+            "from the configuration"
+        ) from None
+    return Fleet(config.fleet, engine)
 
 
 def load_listener_settings(server: Server) -> tuple[Keys, Address | None, ssl.SSLContext | None]:
@@ -179,10 +207,11 @@ async def _serve(
     address: Address | None,
     tls: ssl.SSLContext | None,
     stop_event: asyncio.Event,
+    fleet: Fleet | None,
 ) -> None:
     from sandbox_gateway.api.app import create_app
 
-    app = create_app(engine, config, keys)
+    app = create_app(engine, config, keys, fleet)
     with contextlib.ExitStack() as stack:
         listeners: list[tuple[uvicorn.Server, socket.socket]] = []
         if config.server.socket:

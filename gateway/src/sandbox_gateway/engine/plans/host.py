@@ -72,6 +72,9 @@ class PlannedHost:
     async def scan(self) -> Scan:
         return Scan()
 
+    def describe_platform(self) -> Mapping[str, str]:
+        return self._real_host.describe_platform()
+
     async def room(self) -> Room:
         return await self._room.read()
 

@@ -158,6 +158,9 @@ class JailZfsHost:
         self._background.start(self._watcher.run())
         return scan
 
+    def describe_platform(self) -> Mapping[str, str]:
+        return {}
+
     async def room(self) -> Room:
         (disk_free, disk_total), memory = await asyncio.gather(
             run_in_thread(self._storage.measure_space), read_memory(self._run)

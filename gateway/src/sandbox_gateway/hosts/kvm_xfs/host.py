@@ -149,6 +149,9 @@ class KvmXfsHost:
     async def scan(self) -> Scan:
         return await self._recovery.scan()
 
+    def describe_platform(self) -> Mapping[str, str]:
+        return asdict(self.platform)
+
     async def room(self) -> Room:
         with translated_os_errors():
             return await asyncio.to_thread(_read_room, self._config.host.state_root, self._memory_roots)

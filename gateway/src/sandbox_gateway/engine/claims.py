@@ -1,0 +1,42 @@
+"""Claim names beyond this host. The engine claims each new name before it commits the object with this name."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import AsyncIterator, Iterable, Sequence
+from contextlib import AbstractAsyncContextManager
+from dataclasses import dataclass
+from typing import Protocol
+
+from sandbox_gateway.records import Record
+
+
+@dataclass(frozen=True)
+class Claim:
+    """The names that an object is about to get."""
+
+    record: Record
+    names: Sequence[str]
+
+
+class Claims(Protocol):
+    def require_free(self, names: Iterable[str]) -> None:
+        """Raise NameTaken if a name is known to be in use. Does not wait, so that a later claim may still fail."""
+
+    def held(self, claims: Sequence[Claim], *, may_be_late: bool = False) -> AbstractAsyncContextManager[None]:
+        """Claim names inside this context. Names that no object of the index has at its end are released.
+
+        Raises NameTaken, or another GatewayError if the names cannot be claimed at the moment. ``may_be_late``: in the
+        latter case, objects without names are announced later.
+        """
+
+
+class LocalClaims:
+    """The claims of a gateway that knows only its own host, whose index is enough."""
+
+    def require_free(self, names: Iterable[str]) -> None:
+        pass
+
+    @contextlib.asynccontextmanager
+    async def held(self, claims: Sequence[Claim], *, may_be_late: bool = False) -> AsyncIterator[None]:
+        yield

@@ -1,0 +1,388 @@
+"""The names and ids of this host's objects in etcd.
+
+A name is claimed before its object is committed: in one transaction, which succeeds if no other host has the name. The
+claim is under the lease of this gateway, so that it ends with a gateway that dies. After the commit, the key is written
+again without a lease, because the objects of a host that is down keep their names.
+
+The index of the engine is the truth. Whatever changes there is published in the background, until etcd has it. Whenever
+the view is read again as a whole (at the start, and when etcd is back, perhaps without its data), all objects are
+compared with it: missing keys are written, and keys of objects that do not exist are deleted.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections import Counter
+from collections.abc import AsyncIterator, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+
+from sandbox_gateway.engine.claims import Claim
+from sandbox_gateway.engine.engine import Engine
+from sandbox_gateway.engine.index import list_names
+from sandbox_gateway.errors import Busy, GatewayError, NameTaken
+from sandbox_gateway.fleet import store as etcd
+from sandbox_gateway.fleet.keys import Keys
+from sandbox_gateway.fleet.membership import Membership
+from sandbox_gateway.fleet.records import Holder, ObjectRecord, describe_object
+from sandbox_gateway.fleet.store import (
+    MAX_TRANSACTION_OPERATIONS,
+    Entry,
+    Operation,
+    Store,
+    StoreRefused,
+    StoreUnavailable,
+)
+from sandbox_gateway.fleet.view import View
+from sandbox_gateway.log import Logger
+from sandbox_gateway.tasks import finish_despite_cancellation
+
+_RETRY_SECONDS = 1.0
+_MAX_ATTEMPTS = 5
+
+log = Logger("directory")
+
+
+@dataclass(frozen=True)
+class _Published:
+    """A key of this host, as etcd has it."""
+
+    owner: str
+    """The id of the object."""
+    value: bytes
+    is_claim: bool
+    """Whether the key is under the lease."""
+
+
+class Directory:
+    """Implements ``engine.claims.Claims``."""
+
+    def __init__(self, engine: Engine, store: Store, keys: Keys, view: View, membership: Membership) -> None:
+        self._engine = engine
+        self._store = store
+        self._keys = keys
+        self._view = view
+        self._membership = membership
+        self._published: dict[str, _Published] = {}
+        """By name or id."""
+        self._refs: dict[str, set[str]] = {}
+        """The keys of ``_published``, by the id of their object."""
+        self._changed_ids: set[str] = set()
+        """Ids of the objects whose keys may have to be written."""
+        self._change = asyncio.Event()
+        self._claimed_ids: Counter[str] = Counter()
+        """Ids of the objects that are getting names, so that their keys must not be deleted."""
+        self._refs_in_flight: set[str] = set()
+        self._publishing = asyncio.Lock()
+        self._conflicts: dict[tuple[str, str], str] = {}
+        """A sentence for each name that another host also has, by the name and that host."""
+
+    def attach(self) -> None:
+        """Follow the engine and the view from now on."""
+        self._engine.index.listener = self._mark_changed
+        self._engine.use_claims(self)
+        self._view.load_listeners.append(self._compare)
+        self._view.object_listeners.append(self._check_conflicts)
+        self._membership.join_listeners.append(self._mark_claims_changed)
+
+    def list_conflicts(self) -> list[str]:
+        """Return a sentence for each name or id that an object of this host and one of another host have."""
+        for ref, host in [*self._conflicts]:
+            if host not in (holder.host for holder in self._find_conflicting_holders(ref)):
+                del self._conflicts[ref, host]
+        return [*self._conflicts.values()]
+
+    async def find_holders(self, ref: str, kinds: Sequence[str] = ()) -> tuple[Holder, ...]:
+        """Return the hosts with an object that has this name or id; ask etcd if the view does not know it (yet)."""
+        if holders := self._view.find_holders(ref, kinds):
+            return holders
+        if not ref or "/" in ref:
+            return ()
+        try:
+            entries, _ = await self._store.load(self._keys.holders(ref))
+        except GatewayError:
+            return ()
+        holders = tuple(self._parse_holder(ref, entry) for entry in entries)
+        return tuple(holder for holder in holders if not kinds or holder.kind in kinds)
+
+    def _parse_holder(self, ref: str, entry: Entry) -> Holder:
+        record = ObjectRecord.parse(entry.value)
+        host = entry.key.rpartition("/")[2]
+        return Holder(host, record.kind, record.id == ref, record.content, record.created_at)
+
+    # -- claims -----------------------------------------------------------------------------------------------------
+
+    def require_free(self, names: Iterable[str]) -> None:
+        if taken := {name: holders for name in names if (holders := self._find_others(name))}:
+            raise _create_name_taken_error(taken)
+
+    def _find_others(self, ref: str) -> list[Holder]:
+        return [holder for holder in self._view.find_holders(ref) if holder.host != self._membership.name]
+
+    @contextlib.asynccontextmanager
+    async def held(self, claims: Sequence[Claim], *, may_be_late: bool = False) -> AsyncIterator[None]:
+        ids = [claim.record.id for claim in claims]
+        self._claimed_ids.update(ids)
+        try:
+            try:
+                # A thread sends the request, and cannot be cancelled.
+                await finish_despite_cancellation(self._claim_all(claims))
+            except StoreUnavailable:
+                if not may_be_late:
+                    raise
+            yield
+        finally:
+            self._claimed_ids.subtract(ids)
+            self._claimed_ids += Counter()
+            for id in ids:
+                self._mark_changed(id)
+
+    async def _claim_all(self, claims: Sequence[Claim]) -> None:
+        """Claim all names, in transactions that run at the same time, so that there is one wait."""
+        if self._membership.refusal is not None:
+            raise StoreUnavailable(
+                f"this gateway is not a member of its fleet, so that no new names are given: "
+                f"{self._membership.refusal.message}"
+            )
+        if not self._membership.lease:
+            raise StoreUnavailable(
+                "this gateway is not a member of its fleet at the moment, because etcd does not answer: new sandboxes "
+                "and new names must wait until it is back"
+            )
+        outcomes = await asyncio.gather(
+            *(self._claim_batch(batch) for batch in _split_into_batches(claims)), return_exceptions=True
+        )
+        for outcome in outcomes:
+            if isinstance(outcome, BaseException):
+                raise outcome
+
+    async def _claim_batch(self, claims: Sequence[Claim]) -> None:
+        records = {claim.record.id: describe_object(claim.record) for claim in claims}
+        owners = {ref: claim.record.id for claim in claims for ref in (claim.record.id, *claim.names)}
+        new_names = {name for claim in claims for name in claim.names}
+        if self._refs_in_flight & owners.keys():
+            async with self._publishing:
+                pass
+        values = {ref: record.dump() for ref, id in owners.items() if (record := records[id])}
+        # No other host can have a name while this host has it.
+        compare = [
+            etcd.exists(self._keys.object(ref, self._membership.name))
+            if ref in self._published
+            else etcd.absent(self._keys.holders(ref))
+            for ref in sorted(new_names)
+        ]
+        for _ in range(_MAX_ATTEMPTS):
+            lease = self._membership.lease
+            success = [etcd.put(self._get_key(ref), value, lease) for ref, value in values.items()]
+            failure = [etcd.read(self._keys.holders(name)) for name in sorted(new_names)]
+            try:
+                outcome = await self._store.transact(compare, success, failure)
+            except (StoreUnavailable, StoreRefused) as error:
+                # The keys may have been written: the end of the claim deletes them.
+                for ref in values.keys() - self._published.keys():
+                    self._set_published(ref, _Published(owners[ref], values[ref], is_claim=True))
+                raise StoreUnavailable(error.message) from None
+            if outcome.succeeded:
+                for ref, value in values.items():
+                    self._set_published(ref, _Published(owners[ref], value, is_claim=True))
+                return
+            self._require_shareable(outcome.entries, owners, records)
+            compare = [etcd.unchanged_since(self._keys.holders(name), outcome.revision) for name in sorted(new_names)]
+        raise Busy("other hosts are changing the same names at the moment: try again")
+
+    def _require_shareable(
+        self, entries: Iterable[Entry], owners: dict[str, str], records: dict[str, ObjectRecord | None]
+    ) -> None:
+        """Raise NameTaken unless all other holders of the names are copies of the objects that are getting them."""
+        taken: dict[str, list[Holder]] = {}
+        for entry in entries:
+            ref = entry.key.removeprefix(self._keys.objects).rpartition("/")[0]
+            holder, record = self._parse_holder(ref, entry), records[owners[ref]]
+            own = record and Holder(self._membership.name, record.kind, False, record.content)
+            if holder.host != self._membership.name and not (own and own.may_share_name(holder)):
+                taken.setdefault(ref, []).append(holder)
+        if taken:
+            raise _create_name_taken_error(taken)
+
+    # -- publishing -------------------------------------------------------------------------------------------------
+
+    def _mark_changed(self, id: str) -> None:
+        self._changed_ids.add(id)
+        self._change.set()
+
+    def _mark_claims_changed(self) -> None:
+        """Publish again what may have ended with the previous lease."""
+        for published in [*self._published.values()]:
+            if published.is_claim:
+                self._mark_changed(published.owner)
+
+    def _compare(self, entries: list[Entry]) -> None:
+        """Compare all objects with the keys that etcd has."""
+        claims = {ref: each for ref, each in self._published.items() if self._claimed_ids[each.owner]}
+        self._published.clear()
+        self._refs.clear()
+        for entry in entries:
+            if entry.key.startswith(self._keys.objects):
+                ref, _, host = entry.key.removeprefix(self._keys.objects).rpartition("/")
+                if host == self._membership.name:
+                    owner = ObjectRecord.parse(entry.value).id
+                    self._set_published(ref, _Published(owner, entry.value, is_claim=entry.lease != 0))
+        for ref, published in claims.items():
+            self._set_published(ref, published)
+        index = self._engine.index
+        self._changed_ids |= self._refs.keys()
+        for records in (index.sandboxes, index.snapshots, index.volumes, index.volume_snapshots):
+            self._changed_ids |= records.keys()
+        self._change.set()
+        for ref in self._published:
+            self._check_conflicts(ref)
+
+    async def publish_changes(self) -> None:
+        """Write and delete keys, until etcd has what the index has. Never returns."""
+        while True:
+            await self._change.wait()
+            if not self._membership.lease:
+                await asyncio.sleep(_RETRY_SECONDS)
+                continue
+            self._change.clear()
+            try:
+                async with self._publishing:
+                    await self._publish([id for id in self._changed_ids if not self._claimed_ids[id]])
+            except GatewayError as error:
+                log.warning("changes could not be published", count=len(self._changed_ids), reason=error.message)
+                await asyncio.sleep(_RETRY_SECONDS)
+                self._change.set()
+
+    async def _publish(self, ids: Sequence[str]) -> None:
+        for batch in self._plan_batches(ids):
+            self._refs_in_flight = {ref for change in batch for ref in change.list_refs()}
+            try:
+                operations = [operation for change in batch for operation in self._create_operations(change)]
+                if operations:
+                    await self._store.transact([], operations)
+            finally:
+                self._refs_in_flight = set()
+            for change in batch:
+                for ref, value in change.puts.items():
+                    self._set_published(ref, _Published(change.id, value, is_claim=False))
+                    self._check_conflicts(ref)
+                for ref in change.deletions:
+                    self._remove_published(ref, change.id)
+                if not self._claimed_ids[change.id] and not self._plan(change.id).list_refs():
+                    self._changed_ids.discard(change.id)
+                else:
+                    self._change.set()
+
+    def _plan_batches(self, ids: Sequence[str]) -> Iterator[list[_KeyChange]]:
+        """Yield the changes for these objects, planned when they are due, in batches that fit in a transaction."""
+        batch: list[_KeyChange] = []
+        size = 0
+        for id in ids:
+            change = self._plan(id)
+            change_size = len(change.list_refs())
+            if batch and size + change_size > MAX_TRANSACTION_OPERATIONS:
+                yield batch
+                batch, size, change = [], 0, self._plan(id)
+            batch.append(change)
+            size += change_size
+        if batch:
+            yield batch
+
+    def _plan(self, id: str) -> _KeyChange:
+        record = self._engine.index.find_record(id)
+        value = record and describe_object(record)
+        desired_refs = {id, *list_names(record)} if record and value else set()
+        data = value.dump() if value else b""
+        wanted = {ref: _Published(id, data, is_claim=False) for ref in desired_refs}
+        return _KeyChange(
+            id,
+            {ref: data for ref, published in wanted.items() if self._published.get(ref) != published},
+            [ref for ref in self._refs.get(id, ()) if ref not in wanted],
+        )
+
+    def _create_operations(self, change: _KeyChange) -> Iterator[Operation]:
+        for ref, value in change.puts.items():
+            yield etcd.put(self._get_key(ref), value)
+        for ref in change.deletions:
+            yield etcd.delete(self._get_key(ref))
+
+    def _get_key(self, ref: str) -> str:
+        return self._keys.object(ref, self._membership.name)
+
+    def _set_published(self, ref: str, published: _Published) -> None:
+        if (previous := self._published.get(ref)) and previous.owner != published.owner:
+            self._remove_published(ref, previous.owner)
+        self._published[ref] = published
+        self._refs.setdefault(published.owner, set()).add(ref)
+
+    def _remove_published(self, ref: str, owner: str) -> None:
+        if (published := self._published.get(ref)) and published.owner == owner:
+            del self._published[ref]
+        if refs := self._refs.get(owner):
+            refs.discard(ref)
+            if not refs:
+                del self._refs[owner]
+
+    # -- conflicts --------------------------------------------------------------------------------------------------
+
+    def _check_conflicts(self, ref: str) -> None:
+        """Report an object of another host that has the name or id of an object of this one. Nothing is removed."""
+        for other in self._find_conflicting_holders(ref):
+            if (ref, other.host) in self._conflicts:
+                continue
+            own_kind = ObjectRecord.parse(self._published[ref].value).kind
+            sentence = (
+                f"the {own_kind.replace('_', ' ')} {ref!r} of host {self._membership.name} has the same name as a "
+                f"{other.kind.replace('_', ' ')} of host {other.host}: rename or remove one of them. Until then, each "
+                "of the two hosts uses its own, and the other hosts refuse the name"
+            )
+            self._conflicts[ref, other.host] = sentence
+            log.warning("name conflict", name=ref, hosts=f"{self._membership.name}, {other.host}", what=sentence)
+            hosts = [self._membership.name, other.host]
+            self._engine.events.publish("fleet.name_conflict", name=ref, hosts=hosts, message=sentence)
+
+    def _find_conflicting_holders(self, ref: str) -> list[Holder]:
+        published = self._published.get(ref)
+        if published is None or published.is_claim:
+            return []
+        record = ObjectRecord.parse(published.value)
+        own = Holder(self._membership.name, record.kind, False, record.content)
+        return [other for other in self._find_others(ref) if not own.may_share_name(other)]
+
+
+@dataclass(frozen=True)
+class _KeyChange:
+    """The keys of one object that have to be written and deleted."""
+
+    id: str
+    puts: dict[str, bytes]
+    deletions: list[str]
+
+    def list_refs(self) -> list[str]:
+        return [*self.puts, *self.deletions]
+
+
+def _split_into_batches(claims: Sequence[Claim]) -> Iterator[list[Claim]]:
+    batch: list[Claim] = []
+    size = 0
+    for claim in claims:
+        claim_size = len({claim.record.id, *claim.names})
+        if batch and size + claim_size > MAX_TRANSACTION_OPERATIONS:
+            yield batch
+            batch, size = [], 0
+        batch.append(claim)
+        size += claim_size
+    if batch:
+        yield batch
+
+
+def _create_name_taken_error(taken: dict[str, list[Holder]]) -> NameTaken:
+    places = ", ".join(
+        f"{name!r} (a {holder.kind.replace('_', ' ')} of host {holder.host})"
+        for name, holders in taken.items()
+        for holder in holders
+    )
+    return NameTaken(
+        f"the name is already in use: {places}. Choose another name, or remove the object that uses it",
+        blockers=[*taken],
+    )

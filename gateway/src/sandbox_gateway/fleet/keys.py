@@ -1,0 +1,38 @@
+"""The keys in etcd.
+
+Each key below `hosts`, `members`, `objects` and `reservations` belongs to one host, and only this host writes it, with
+two exceptions: any gateway can cordon a host, and remove what a host that has gone has left.
+"""
+
+from __future__ import annotations
+
+
+class Keys:
+    def __init__(self, prefix: str) -> None:
+        self.prefix = prefix
+        self.fleet = f"{prefix}fleet"
+        """The settings that all members must agree on."""
+        self.hosts = f"{prefix}hosts/"
+        """The hosts that have ever joined."""
+        self.members = f"{prefix}members/"
+        """The gateways that are running, each under its lease."""
+        self.objects = f"{prefix}objects/"
+        """The hosts of each name and id."""
+        self.decisions = f"{prefix}decisions/"
+        """Whether a fork on several hosts is committed."""
+
+    def host(self, name: str) -> str:
+        return f"{self.hosts}{name}"
+
+    def member(self, name: str) -> str:
+        return f"{self.members}{name}"
+
+    def holders(self, ref: str) -> str:
+        """Return the prefix of the keys of all hosts with an object that has this name or id."""
+        return f"{self.objects}{ref}/"
+
+    def object(self, ref: str, host: str) -> str:
+        return f"{self.holders(ref)}{host}"
+
+    def decision(self, id: str) -> str:
+        return f"{self.decisions}{id}"

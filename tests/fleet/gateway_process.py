@@ -1,0 +1,29 @@
+"""Run one gateway of a fleet, with an in-memory host, as a process of its own.
+
+Usage: python -m tests.fleet.gateway_process ROOT SECTION FORK_SECONDS, where SECTION is [fleet] as JSON. It prints its
+TCP port when it is ready.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import threading
+from pathlib import Path
+
+from tests.api.memory_gateway import MemoryGateway
+from tests.api.memory_host import MemoryHost
+
+
+def main() -> None:
+    root, section, fork_seconds = sys.argv[1:]
+    host = MemoryHost()
+    gateway = MemoryGateway(Path(root), host, fleet=json.loads(section))
+    gateway.build_template()
+    host.fork_seconds = float(fork_seconds)
+    print(gateway.port, flush=True)
+    threading.Event().wait()
+
+
+if __name__ == "__main__":
+    main()

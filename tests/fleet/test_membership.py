@@ -1,0 +1,171 @@
+"""The members of the fleet."""
+
+from __future__ import annotations
+
+import re
+import time
+
+import pytest
+
+from tests.api.memory_gateway import MemoryGateway
+from tests.fleet.world import FleetHost, World
+from tests.support.etcd import running_etcd
+from tests.support.waiting import wait_until
+
+
+def _find_host(observer: FleetHost, name: str) -> dict[str, object]:
+    return next(host for host in observer.get("/fleet")["hosts"] if host["name"] == name)
+
+
+def _start_and_fail(host: FleetHost) -> str:
+    """Return why a gateway did not start."""
+    with pytest.raises(RuntimeError, match="the gateway did not start") as caught:
+        host.start()
+    return str(caught.value)
+
+
+def test_members_see_each_other_with_their_platform_and_load(world: World) -> None:
+    one, two = world.create_host("h1", labels={"zone": "a"}), world.create_host("h2")
+    for host in (one, two):
+        host.start()
+    world.wait_for_members([one, two])
+    shown = _find_host(two, "h1")
+    assert shown["state"] == "running"
+    assert (shown["kind"], shown["platform"], shown["labels"]) == ("memory", {"accelerator": "memory"}, {"zone": "a"})
+    assert shown["address"] == f"127.0.0.1:{one.port}"
+    assert (shown["memoryFreeBytes"], shown["memoryTotalBytes"]) == (8 << 30, 16 << 30)
+    assert shown["sandboxes"] == 0
+    one.gateway.build_template()
+    one.post("/sandboxes", {"templateID": "base"})
+    wait_until(lambda: _find_host(two, "h1")["sandboxes"] == 1)
+    assert two.get("/fleet")["state"] == "joined"
+
+
+def test_a_gateway_that_ends_leaves_at_once(world: World) -> None:
+    one, two = world.start("h1", "h2")
+    two.end()
+    wait_until(lambda: one.list_running_members() == ["h1"], 2)
+    assert _find_host(one, "h2")["state"] == "absent"
+    two.start()
+    world.wait_for_members([one, two])
+
+
+def test_a_gateway_that_hangs_is_noticed_within_ten_seconds(world: World) -> None:
+    one, two = world.start("h1", "h2")
+    loop = two.gateway.loop
+    started_at = time.monotonic()
+    loop.call_soon_threadsafe(time.sleep, 12)
+    wait_until(lambda: one.list_running_members() == ["h1"], 10)
+    assert 2 < time.monotonic() - started_at < 10
+    world.wait_for_members([one, two])
+
+
+def test_members_stay_while_etcd_is_away(world: World) -> None:
+    one, two = world.start("h1", "h2")
+    world.etcd.kill()
+    wait_until(lambda: not one.get("/fleet")["isCurrent"])
+    wait_until(lambda: one.get("/fleet")["state"] == "etcd does not answer")
+    time.sleep(8)
+    assert one.list_running_members() == ["h1", "h2"]
+    world.etcd.start()
+    wait_until(lambda: all(host.get("/fleet")["isCurrent"] for host in (one, two)))
+    world.wait_for_members([one, two])
+    wait_until(lambda: one.get("/fleet")["state"] == "joined")
+
+
+def test_a_gateway_starts_without_etcd_and_joins_later(world: World) -> None:
+    world.etcd.kill()
+    one = world.create_host("h1")
+    one.start()
+    assert one.get("/fleet")["state"] == "etcd does not answer"
+    assert one.get("/sandboxes") == []
+    world.etcd.start()
+    wait_until(lambda: one.list_running_members() == ["h1"])
+
+
+def test_members_join_an_empty_etcd_again(world: World) -> None:
+    one, two = world.start("h1", "h2")
+    world.etcd.kill()
+    with running_etcd(world.root / "empty") as empty:
+        empty.kill()
+        empty.port = world.etcd.port
+        empty.start()
+        for host in (one, two):
+            wait_until(lambda host=host: host.get("/fleet")["isCurrent"])  # type: ignore[misc]
+        world.wait_for_members([one, two])
+
+
+def test_a_gateway_with_another_secret_is_refused(world: World) -> None:
+    world.start("h1")
+    secret_file = world.write_secret(world.root / "other", bytes(32))
+    reason = _start_and_fail(world.create_host("h2", secret_file=str(secret_file)))
+    assert re.search(r"has another secret than .*: copy the secret of a member", reason)
+    assert SECRET_PATTERN.search(reason) is None
+
+
+SECRET_PATTERN = re.compile("(00){8}|0001020304")
+
+
+@pytest.mark.parametrize(
+    ("size", "mode", "message"),
+    [(31, 0o600, "31 bytes long instead of 32"), (32, 0o640, "other users can read"), (None, 0, "does not exist")],
+)
+def test_an_unusable_secret_file_is_refused(world: World, size: int | None, mode: int, message: str) -> None:
+    path = world.root / "other"
+    if size is not None:
+        world.write_secret(path, bytes(size)).chmod(mode)
+    assert message in _start_and_fail(world.create_host("h1", secret_file=str(path)))
+    assert not path.exists() or size is not None
+
+
+def test_another_host_with_the_same_name_is_refused_even_after_the_first_has_gone(world: World) -> None:
+    (one,) = world.start("h1")
+    impostor = world.create_host("h1")
+    impostor._root = world.root / "impostor"
+    impostor._root.mkdir()
+    assert "another host" in _start_and_fail(impostor)
+    (two,) = world.start("h2")[:1]
+    with two.client() as client:
+        response = client.delete("/fleet/hosts/h1")
+        assert (response.status_code, response.json()["kind"]) == (409, "conflict")
+        one.end()
+        wait_until(lambda: _find_host(two, "h1")["state"] == "absent")
+        assert "choose another fleet.name" in _start_and_fail(impostor)
+        assert client.delete("/fleet/hosts/h1").status_code == 204
+    impostor.start()
+    world.wait_for_members([impostor, two])
+
+
+def test_another_domain_is_refused(world: World) -> None:
+    world.start("h1")
+    host = world.create_host("h2")
+    with pytest.raises(RuntimeError, match=r"server\.domain is 'b\.example', but the fleet's is 'sandbox\.local'"):
+        MemoryGateway(host._root, fleet=host.create_section(), server={"domain": "b.example"})
+
+
+def test_a_host_with_running_sandboxes_keeps_its_own_secret(world: World) -> None:
+    one = world.create_host("h1")
+    one.start(in_fleet=False)
+    one.gateway.build_template()
+    one.post("/sandboxes", {"templateID": "base", "name": "old"})
+    own_secret = one.gateway.engine.secret.key
+    world.keep_objects(one)
+    one.end()
+    assert "1 running sandboxes that know only its tokens (old)" in _start_and_fail(one)
+    assert (one._root / "secret").read_bytes() == own_secret
+    # The host founds the fleet with its own secret.
+    one._settings["secret_file"] = str(world.write_secret(world.root / "own", own_secret))
+    one.start()
+    assert one.get("/sandboxes/old")["name"] == "old"
+
+
+def test_a_host_is_cordoned(world: World) -> None:
+    one, two = world.start("h1", "h2")
+    with one.client() as client:
+        assert client.patch("/fleet/hosts/h2", json={"cordoned": True}).status_code == 204
+        assert client.patch("/fleet/hosts/h9", json={"cordoned": True}).status_code == 404
+    wait_until(lambda: _find_host(two, "h2")["cordoned"])
+    two.end()
+    two.start()
+    world.wait_for_members([one, two])
+    assert _find_host(one, "h2")["cordoned"], "a restart does not end it"

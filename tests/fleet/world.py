@@ -1,0 +1,143 @@
+"""Fleets of gateways with in-memory hosts, on a real etcd."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+
+from sandbox_gateway.hosts.base import Scan
+from tests.api.memory_gateway import MemoryGateway
+from tests.api.memory_host import MemoryHost
+from tests.support import session
+from tests.support.certificates import Authority, Certificate
+from tests.support.etcd import Etcd
+from tests.support.waiting import wait_until
+
+SECRET = bytes(range(32))
+
+
+class FleetHost:
+    """A host whose gateway can be started again. It keeps its machines and objects in memory."""
+
+    def __init__(self, world: World, name: str, host: MemoryHost | None = None, **settings: Any) -> None:
+        self._world = world
+        self.name = name
+        self._root = world.root / name
+        self._root.mkdir(exist_ok=True)
+        self.host = host or MemoryHost()
+        self._settings = settings
+        self._gateway: MemoryGateway | None = None
+        self.port = session.allocate_port()
+
+    @property
+    def gateway(self) -> MemoryGateway:
+        assert self._gateway
+        return self._gateway
+
+    def start(self, *, in_fleet: bool = True) -> None:
+        sections = {"fleet": self.create_section()} if in_fleet else {}
+        self._gateway = MemoryGateway(self._root, self.host, **sections)
+
+    def create_section(self) -> dict[str, Any]:
+        world = self._world
+        certificate = world.get_certificate(self.name)
+        return {
+            "name": self.name,
+            "address": f"127.0.0.1:{self.port}",
+            "etcd": [world.etcd.endpoint],
+            "tls_ca": str(certificate.ca),
+            "tls_cert": str(certificate.cert),
+            "tls_key": str(certificate.key),
+            "secret_file": str(world.write_secret(self._root / "fleet-secret", SECRET)),
+            **self._settings,
+        }
+
+    def end(self) -> None:
+        gateway, self._gateway = self._gateway, None
+        if gateway:
+            gateway.end()
+
+    def client(self, key: str | None = None) -> httpx.Client:
+        return self.gateway.client(key)
+
+    def get(self, path: str, **parameters: Any) -> Any:
+        """Return the JSON of a successful request with administrator rights."""
+        with self.client() as client:
+            response = client.get(path, params=parameters)
+        assert response.status_code == 200, response.text
+        return response.json()
+
+    def post(self, path: str, body: Any = None, status: int = 201) -> Any:
+        with self.client() as client:
+            response = client.post(path, json=body)
+        assert response.status_code == status, response.text
+        return response.json() if response.content else None
+
+    def list_running_members(self) -> list[str]:
+        return [host["name"] for host in self.get("/fleet")["hosts"] if host["state"] == "running"]
+
+
+class World:
+    """Everything that the gateways of a fleet share."""
+
+    def __init__(self, root: Path, etcd: Etcd, get_certificate: Callable[[str], Certificate]) -> None:
+        self.root = root
+        self.etcd = etcd
+        self.get_certificate = get_certificate
+        self.hosts: list[FleetHost] = []
+
+    def write_secret(self, path: Path, secret: bytes) -> Path:
+        path.touch(mode=0o600)
+        path.write_bytes(secret)
+        return path
+
+    def create_host(self, name: str, host: MemoryHost | None = None, **settings: Any) -> FleetHost:
+        self.hosts.append(FleetHost(self, name, host, **settings))
+        return self.hosts[-1]
+
+    def start(self, *names: str) -> list[FleetHost]:
+        """Start hosts with these names, and wait until they see each other."""
+        hosts = [self.create_host(name) for name in names]
+        for host in hosts:
+            host.start()
+        self.wait_for_members(hosts)
+        return hosts
+
+    def wait_for_members(self, hosts: list[FleetHost]) -> None:
+        names = {host.name for host in hosts}
+        for host in hosts:
+            wait_until(lambda host=host: names <= {*host.list_running_members()})  # type: ignore[misc]
+
+    @staticmethod
+    def keep_objects(host: FleetHost) -> None:
+        """Let the next gateway of this host find its objects, as on a host with a disk; machines keep running."""
+        index, memory = host.gateway.engine.index, host.host
+
+        async def scan() -> Scan:
+            return Scan(
+                sandboxes=[each.model_copy(deep=True) for each in index.sandboxes.values()],
+                snapshots=[each.model_copy(deep=True) for each in index.snapshots.values()],
+                volumes=[each.model_copy(deep=True) for each in index.volumes.values()],
+                volume_snapshots=[each.model_copy(deep=True) for each in index.volume_snapshots.values()],
+                running_instances={*memory.machines},
+            )
+
+        memory.scan = scan  # type: ignore[method-assign]
+
+    def end(self) -> None:
+        with contextlib.ExitStack() as stack:
+            for host in self.hosts:
+                stack.callback(host.end)
+
+
+@contextlib.contextmanager
+def created_world(root: Path, etcd: Etcd, authority: Authority) -> Iterator[World]:
+    world = World(root, etcd, authority.get)
+    try:
+        yield world
+    finally:
+        world.end()
