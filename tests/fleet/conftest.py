@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.fleet.world import World, created_world
+from tests.fleet.world import FleetHost, World, created_world
 from tests.support.certificates import Authority
 from tests.support.etcd import Etcd, running_etcd
 
@@ -29,3 +29,14 @@ def world(tmp_path: Path, etcd: Etcd, authority: Authority) -> Iterator[World]:
     """A fleet without hosts yet, on an etcd of its own."""
     with created_world(tmp_path, etcd, authority) as instance:
         yield instance
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory: pytest.TempPathFactory, authority: Authority) -> Iterator[tuple[FleetHost, FleetHost]]:
+    """Two hosts of a fleet, h1 and h2, for all tests of a module. Both have the template `base`."""
+    root = tmp_path_factory.mktemp("pair")
+    with running_etcd(root / "etcd") as server, created_world(root, server, authority) as instance:
+        one, two = instance.start("h1", "h2")
+        for host in (one, two):
+            host.gateway.build_template()
+        yield one, two

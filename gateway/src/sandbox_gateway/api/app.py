@@ -14,7 +14,7 @@ from sandbox_gateway.api import errors, events, metrics
 from sandbox_gateway.api.access.auth import OPEN_PATHS, AuthMiddleware, Keys, is_identified
 from sandbox_gateway.api.access.limits import BodyLimitMiddleware
 from sandbox_gateway.api.data_plane.pools import Pools
-from sandbox_gateway.api.data_plane.proxy import AddressFormats, DataPlane
+from sandbox_gateway.api.data_plane.proxy import AddressFormats, DataPlane, Elsewhere
 from sandbox_gateway.api.dependencies import EngineDep
 from sandbox_gateway.api.errors import ErrorMiddleware, ErrorShape
 from sandbox_gateway.api.forkd import routes as forkd
@@ -108,10 +108,7 @@ def create_app(engine: Engine, config: Config, keys: Keys, fleet: Fleet | None =
     modules = (artifacts, templates, sandboxes, snapshots, volumes, plans, applied_runs, events, metrics, forkd)
     for router in (_health_router, *(module.router for module in modules)):
         app.include_router(router)
-    if fleet:
-        from sandbox_gateway.api.fleet.hosts import create_router
-
-        app.include_router(create_router(fleet))
+    elsewhere = _add_fleet(app, fleet, engine, keys) if fleet else None
     # The middleware added last runs first.
     app.add_middleware(
         BodyLimitMiddleware, seconds=config.server.request_seconds, stalled_seconds=config.server.stalled_seconds
@@ -119,11 +116,31 @@ def create_app(engine: Engine, config: Config, keys: Keys, fleet: Fleet | None =
     app.add_middleware(AuthMiddleware, keys=keys, secret=engine.secret)
     app.add_middleware(LargeResponseMiddleware)
     app.add_middleware(
-        DataPlane, engine=engine, keys=keys, addresses=AddressFormats(config.server.domain), pools=app.state.pools
+        DataPlane,
+        engine=engine,
+        keys=keys,
+        addresses=AddressFormats(config.server.domain),
+        pools=app.state.pools,
+        elsewhere=elsewhere,
     )
     app.add_middleware(ErrorMiddleware, metrics=app.state.metrics)
     app.openapi = lambda: _get_openapi_document(app)  # type: ignore[method-assign]
     return app
+
+
+def _add_fleet(app: FastAPI, fleet: Fleet, engine: Engine, keys: Keys) -> Elsewhere:
+    """Add the routes and the middleware of a fleet. Return the sandboxes of its other hosts."""
+    from sandbox_gateway.api.fleet.data_plane import RemoteSandboxes
+    from sandbox_gateway.api.fleet.forwarding import Forwarder
+    from sandbox_gateway.api.fleet.hosts import create_router
+    from sandbox_gateway.api.fleet.locator import Locator
+    from sandbox_gateway.api.fleet.middleware import FleetMiddleware
+
+    app.include_router(create_router(fleet))
+    forwarder = Forwarder(fleet.peers, keys, engine.config.server.stalled_seconds)
+    locator = Locator(fleet, engine)
+    app.add_middleware(FleetMiddleware, fleet=fleet, forwarder=forwarder, locator=locator)
+    return RemoteSandboxes(fleet, engine, forwarder, locator)
 
 
 def _get_openapi_document(app: FastAPI) -> dict[str, Any]:

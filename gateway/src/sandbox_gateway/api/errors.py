@@ -39,6 +39,10 @@ WARNING_KEY = "sandbox_gateway.warning"
 """The key in an ASGI scope under which the `Warning` header of the response is stored."""
 
 
+REQUEST_ID_KEY = "sandbox_gateway.request_id"
+"""The key in an ASGI scope of the id of a request that several gateways of a fleet handle."""
+
+
 class ErrorShape(BaseModel):
     """The JSON body of every error response."""
 
@@ -222,6 +226,7 @@ class ErrorMiddleware:
             status=status,
             ms=round(seconds * 1000, 1),
             caller=caller.name if caller else "",
+            **({"request": scope[REQUEST_ID_KEY]} if REQUEST_ID_KEY in scope else {}),
         )
 
 

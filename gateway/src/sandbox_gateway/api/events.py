@@ -26,16 +26,16 @@ async def stream_events(
     operation: Annotated[str, Query(max_length=64, description="Only events of this X-Operation-Id")] = "",
 ) -> StreamingResponse:
     stream = _stream_events(engine.events, operation, request.app.state.closing)
-    return _EventStream(stream, media_type="text/event-stream", headers={"Cache-Control": "no-cache"})
+    return EventStream(stream, media_type="text/event-stream", headers={"Cache-Control": "no-cache"})
 
 
-class _EventStream(StreamingResponse):
+class EventStream(StreamingResponse):
     """A response that closes its generator when it ends.
 
     Starlette leaves the generator of a slow client to the garbage collector.
     """
 
-    def __init__(self, stream: AsyncGenerator[str, None], **options: Any) -> None:
+    def __init__(self, stream: AsyncGenerator[str, None] | AsyncGenerator[bytes, None], **options: Any) -> None:
         super().__init__(stream, **options)
         self._stream = stream
 

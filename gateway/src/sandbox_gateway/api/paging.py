@@ -37,10 +37,10 @@ def paginate(
     ``walk(after, backwards)`` returns the entries after the key ``after``, sorted by ``key``, in reverse order if
     ``backwards``. At most ``limit + 1`` entries are taken from it.
     """
-    last_key = _decode(token, order) if token else None
+    last_key = decode_token(token, order) if token else None
     items = [*itertools.islice(walk(last_key, order == "desc"), limit + 1)]
     if len(items) > limit:
-        response.headers[NEXT_TOKEN_HEADER] = _encode(key(items[limit - 1]), order)
+        response.headers[NEXT_TOKEN_HEADER] = encode_token(key(items[limit - 1]), order)
     return items[:limit]
 
 
@@ -58,12 +58,13 @@ def paginate_list(
     )
 
 
-def _encode(key: Key, order: Order) -> str:
+def encode_token(key: Key, order: Order) -> str:
+    """Return the token of the page after the entry ``key``. It holds on every host."""
     text = json.dumps([key[0].astimezone(UTC).isoformat(), key[1], order], separators=(",", ":"))
     return base64.urlsafe_b64encode(text.encode()).decode().rstrip("=")
 
 
-def _decode(token: str, order: Order) -> Key:
+def decode_token(token: str, order: Order) -> Key:
     try:
         created_at, id, token_order = json.loads(base64.urlsafe_b64decode(token + "=" * (-len(token) % 4)))
         creation_time = datetime.fromisoformat(created_at)

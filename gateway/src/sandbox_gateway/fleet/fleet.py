@@ -10,6 +10,7 @@ from sandbox_gateway.errors import Invalid
 from sandbox_gateway.fleet.directory import Directory
 from sandbox_gateway.fleet.keys import Keys
 from sandbox_gateway.fleet.membership import Membership
+from sandbox_gateway.fleet.peers import Peers
 from sandbox_gateway.fleet.secret import check_secret_file
 from sandbox_gateway.fleet.store import Store, TlsFiles
 from sandbox_gateway.fleet.view import View
@@ -32,6 +33,7 @@ class Fleet:
         self.view = View(self._store, keys)
         self.membership = Membership(settings, engine, self._store, keys, self.view, lambda: 0)
         self.directory = Directory(engine, self._store, keys, self.view, self.membership)
+        self.peers = Peers(self.view, self.client_tls)
         self.view.member_listeners.append(self._report_member)
 
     @property
@@ -49,6 +51,7 @@ class Fleet:
     async def close(self) -> None:
         await self._background.cancel()
         await self.membership.leave()
+        await self.peers.close()
         self._store.close()
 
     def _report_member(self, name: str, is_member: bool) -> None:

@@ -22,6 +22,7 @@ from starlette.types import ASGIApp
 
 from sandbox_gateway import __version__, log
 from sandbox_gateway.api.access.auth import Keys, LocalPeerMiddleware
+from sandbox_gateway.api.access.forwarded import ForwardedMiddleware
 from sandbox_gateway.api.data_plane.websocket import MAX_MESSAGE_BYTES, PING_SECONDS, ClientWebSocket
 from sandbox_gateway.config import Config, Server
 from sandbox_gateway.errors import GatewayError, Invalid
@@ -168,17 +169,17 @@ def load_listener_settings(server: Server) -> tuple[Keys, Address | None, ssl.SS
     return keys, address, tls
 
 
-def resolve(listen: str) -> Address:
+def resolve(listen: str, setting: str = "server.listen") -> Address:
     """Resolve `host:port`, `[v6]:port` or `:port` (all addresses). Raises Invalid if it cannot be resolved."""
     host, _, port = listen.rpartition(":")
     if not port.isdigit() or int(port) > 65535:
-        raise Invalid(f"server.listen {listen!r} is not an address: use host:port, such as 127.0.0.1:8700")
+        raise Invalid(f"{setting} {listen!r} is not an address: use host:port, such as 127.0.0.1:8700")
     hostname = host[1:-1] if host.startswith("[") and host.endswith("]") else host
     try:
         candidates = socket.getaddrinfo(hostname or None, int(port), type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
     except OSError as error:
         raise Invalid(
-            f"the host in server.listen {listen!r} cannot be resolved ({error}): use an IP address, or check the name"
+            f"the host in {setting} {listen!r} cannot be resolved ({error}): use an IP address, or check the name"
         ) from None
     family, _, _, _, sockaddr = candidates[0]
     return Address(family, sockaddr, ipaddress.ip_address(str(sockaddr[0]).partition("%")[0]).is_loopback)
@@ -223,6 +224,15 @@ async def _serve(
                 contextlib.closing(_create_tcp_socket(connections, address, config.server.listen))
             )
             listeners.append((_TcpServer(_create_uvicorn_config(app, tls), connections), tcp_listener))
+        if config.fleet and fleet:
+            listen = config.fleet.listen or config.fleet.address
+            setting = "fleet.listen" if config.fleet.listen else "fleet.address"
+            peer_address = resolve(listen, setting)
+            peer_socket = socket.socket(peer_address.family, socket.SOCK_STREAM)
+            peer_listener = stack.enter_context(contextlib.closing(peer_socket))
+            _bind(peer_listener, peer_address, f"{setting} {listen!r}")
+            settings = _create_uvicorn_config(ForwardedMiddleware(app), fleet.server_tls)
+            listeners.append((_DaemonServer(settings), peer_listener))
         await _listen(listeners, app, stop_event)
 
 
@@ -377,15 +387,18 @@ def _remove_stale_socket(path: Path) -> None:
 
 def _create_tcp_socket(connections: Connections, address: Address, listen: str) -> socket.socket:
     listener = Listener(connections, address.family)
+    _bind(listener, address, f"server.listen {listen!r}")
+    return listener
+
+
+def _bind(listener: socket.socket, address: Address, setting: str) -> None:
+    """Bind a socket, or close it and raise Invalid."""
     try:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listener.bind(address.sockaddr)
     except OSError as error:
         listener.close()
-        raise Invalid(
-            f"server.listen {listen!r} cannot be bound ({error.strerror}): choose a different address or port"
-        ) from None
-    return listener
+        raise Invalid(f"{setting} cannot be bound ({error.strerror}): choose a different address or port") from None
 
 
 async def _run_until_stopped(stop_event: asyncio.Event, work: Awaitable[None]) -> bool:

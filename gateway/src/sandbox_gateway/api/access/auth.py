@@ -52,6 +52,8 @@ _RUN_REQUEST_PATTERN = re.compile(r"/applied-runs/([0-9a-f]{32})(/.+)")
 _RUN_KEY = "sandbox_gateway.applied_run"
 _CALLER_KEY = "sandbox_gateway.caller"
 _LOCAL_KEY = "sandbox_gateway.local"
+FORWARDED_CALLER_KEY = "sandbox_gateway.forwarded_caller"
+"""The key in an ASGI scope of the caller that another gateway of the fleet has authorized."""
 _request_numbers = itertools.count()
 
 
@@ -178,6 +180,8 @@ def identify(scope: Scope, keys: Keys) -> Caller | None:
     """Return the caller of a request, or None if the request has no valid key and did not use the Unix socket."""
     if is_local(scope):
         caller: Caller | None = Caller("local", Permission.ADMIN)
+    elif FORWARDED_CALLER_KEY in scope:
+        caller = scope[FORWARDED_CALLER_KEY]
     else:
         callers = [keys.find(secret) for secret in extract_secrets(Headers(scope=scope))]
         caller = max((match for match in callers if match), key=lambda match: match.permission, default=None)

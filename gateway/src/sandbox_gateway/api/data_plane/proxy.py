@@ -10,20 +10,19 @@ from __future__ import annotations
 
 import asyncio
 import re
-from collections.abc import AsyncIterator, Coroutine, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any
+from typing import Protocol
 from urllib.parse import quote
 
-import anyio
 import httpx
 import websockets.datastructures
 from starlette.datastructures import Headers
-from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from starlette.types import ASGIApp, Receive, Scope, Send
 from websockets.exceptions import InvalidHandshake
 
 from sandbox_gateway.api.access import auth
-from sandbox_gateway.api.access.limits import TooSlow
+from sandbox_gateway.api.access.forwarded import CALLER_HEADER, REQUEST_HEADER
 from sandbox_gateway.api.access.ports import (
     AGENT_PORTS,
     SECRET_HEADERS,
@@ -35,8 +34,16 @@ from sandbox_gateway.api.access.ports import (
 from sandbox_gateway.api.data_plane import websocket
 from sandbox_gateway.api.data_plane.heads import HeadByteCounter
 from sandbox_gateway.api.data_plane.pools import CONNECT_SECONDS, SMALL_PIECE_BYTES, MachineConnections, Pools
+from sandbox_gateway.api.data_plane.streams import (
+    HOP_BY_HOP_HEADERS,
+    RequestBody,
+    has_body,
+    lowercase_name,
+    parse_connection_options,
+    run_unless_interrupted,
+)
 from sandbox_gateway.api.dependencies import MAX_REF_LENGTH
-from sandbox_gateway.api.errors import ClientGone, clip
+from sandbox_gateway.api.errors import clip
 from sandbox_gateway.engine.engine import Engine
 from sandbox_gateway.errors import BackendFailed, Conflict, Invalid, NotFound, Unsupported
 from sandbox_gateway.hosts.connect import AGENT_PORT
@@ -50,23 +57,10 @@ _ID_HEADER, _PORT_HEADER = "e2b-sandbox-id", "e2b-sandbox-port"
 _RESUME_HEADER = "x-sandbox-auto-resume"
 # E2B's client (2.26) also sends both headers with POST /sandboxes/ID/connect. The agent has none of these paths.
 _CONTROL_PLANE_PATH_PATTERN = re.compile(r"/(?:v2/)?(?:sandboxes|snapshots|templates|volumes)(?:/|$)")
-_HOP_BY_HOP_HEADERS = frozenset(
-    {
-        "connection",
-        "keep-alive",
-        "proxy-authenticate",
-        "proxy-authorization",
-        "proxy-connection",
-        "te",
-        "trailer",
-        "transfer-encoding",
-        "upgrade",
-    }
-)
-_OWN_HEADERS = SECRET_HEADERS | {_ID_HEADER, _PORT_HEADER, _RESUME_HEADER}
-_DROPPED_REQUEST_HEADERS = _HOP_BY_HOP_HEADERS | _OWN_HEADERS | {"expect", "host"}
+_OWN_HEADERS = SECRET_HEADERS | {_ID_HEADER, _PORT_HEADER, _RESUME_HEADER, CALLER_HEADER, REQUEST_HEADER}
+_DROPPED_REQUEST_HEADERS = HOP_BY_HOP_HEADERS | _OWN_HEADERS | {"expect", "host"}
 # uvicorn adds its own date. `Alt-Svc` would redirect clients to other ports at the gateway's address.
-_DROPPED_RESPONSE_HEADERS = _HOP_BY_HOP_HEADERS | {"date", "alt-svc"}
+_DROPPED_RESPONSE_HEADERS = HOP_BY_HOP_HEADERS | {"date", "alt-svc"}
 # If the Host header is the gateway's own address, these headers would apply to the gateway and all its sandboxes.
 _HOST_WIDE_HEADERS = frozenset({"set-cookie", "strict-transport-security", "clear-site-data", "public-key-pins"})
 # A browser that opens a signed URL must not run a sandbox's file as a page at the gateway's address.
@@ -153,20 +147,46 @@ class ServiceRequest:
         return f"port {self.target.port} of sandbox {self.sandbox.id}"
 
 
+class Elsewhere(Protocol):
+    """The sandboxes of other hosts of the fleet."""
+
+    async def find_host(self, scope: Scope, ref: str | None) -> str | None:
+        """Return the other host that a request is for, or None if it is for this one.
+
+        ``ref``: the sandbox; None if the request names none, but perhaps has a signed URL.
+        """
+
+    async def forward(self, host: str, scope: Scope, receive: Receive, send: Send) -> None:
+        """Let a host answer a request. Raises GatewayError."""
+
+
 class DataPlane:
     """Middleware that forwards requests for sandboxes to their ports, and all other requests to the control plane."""
 
-    def __init__(self, app: ASGIApp, engine: Engine, keys: auth.Keys, addresses: AddressFormats, pools: Pools) -> None:
+    def __init__(
+        self,
+        app: ASGIApp,
+        engine: Engine,
+        keys: auth.Keys,
+        addresses: AddressFormats,
+        pools: Pools,
+        elsewhere: Elsewhere | None = None,
+    ) -> None:
         self.app = app
         self.engine = engine
         self.keys = keys
         self.addresses = addresses
         self.pools = pools
         self.access = PortAccess(engine, keys)
+        self.elsewhere = elsewhere
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         headers = Headers(scope=scope)
         target = self.addresses.find_target(headers, scope["path"]) if scope["type"] in ("http", "websocket") else None
+        if self.elsewhere and (host := await self.elsewhere.find_host(scope, target.ref if target else None)):
+            _require_forwardable(scope, headers)
+            await self.elsewhere.forward(host, scope, receive, send)
+            return
         admission = self.access.admit_signed_url(scope) if target is None else None
         if admission is not None:
             target = Target(
@@ -205,7 +225,7 @@ class DataPlane:
                 await _forward_websocket(incoming_request, machine)
             else:
                 await _forward_http(
-                    incoming_request, machine, self.engine.config.server.stalled_seconds, has_body=_has_body(headers)
+                    incoming_request, machine, self.engine.config.server.stalled_seconds, has_body=has_body(headers)
                 )
 
     async def _find_running_sandbox(self, sandbox: Sandbox, *, may_resume: bool) -> Sandbox:
@@ -232,11 +252,11 @@ class DataPlane:
 
         Host becomes ``host``. A request to a port of the agent also gets the access token of that port.
         """
-        dropped_names = _DROPPED_REQUEST_HEADERS | _parse_connection_options(headers)
+        dropped_names = _DROPPED_REQUEST_HEADERS | parse_connection_options(headers)
         # A signed URL is valid only for the user it names.
         if is_signed or any(self._has_api_key(value) for value in headers.getlist("authorization")):
             dropped_names |= {"authorization"}
-        forwarded_headers = [(name, value) for name, value in headers.raw if _lowercase_name(name) not in dropped_names]
+        forwarded_headers = [(name, value) for name, value in headers.raw if lowercase_name(name) not in dropped_names]
         forwarded_headers.insert(0, (b"host", host.encode("latin-1")))
         if port in AGENT_PORTS:
             forwarded_headers.append((TOKEN_HEADER.encode(), derive_port_token(token, port).encode()))
@@ -261,7 +281,7 @@ def _require_forwardable(scope: Scope, headers: Headers) -> None:
         raise ForwardingUnsupported("the method CONNECT is not supported: use a different method, or a WebSocket")
     if not scope.get("raw_path", b"/").startswith(b"/"):
         raise Invalid("the request target must be a path that begins with '/'")
-    if scope["type"] == "http" and "upgrade" in _parse_connection_options(headers):
+    if scope["type"] == "http" and "upgrade" in parse_connection_options(headers):
         protocol = headers.get("upgrade", "").strip()
         # A client that offers an upgrade to HTTP/2 accepts a response in HTTP/1.1.
         if protocol and protocol.lower() != "h2c":
@@ -273,7 +293,7 @@ def _require_forwardable(scope: Scope, headers: Headers) -> None:
 async def _forward_http(
     incoming_request: ServiceRequest, machine: MachineConnections, stalled_seconds: float, *, has_body: bool
 ) -> None:
-    body = _Body(incoming_request.receive, stalled_seconds, has_body=has_body)
+    body = RequestBody(incoming_request.receive, stalled_seconds, has_body=has_body)
     request = httpx.Request(
         incoming_request.scope["method"],
         httpx.URL(scheme="http", host=incoming_request.address, port=incoming_request.target.port),
@@ -284,7 +304,7 @@ async def _forward_http(
     exchange = _Exchange(
         incoming_request, machine, request, may_repeat=not has_body and request.method in _REPEATABLE_METHODS
     )
-    if await _run_unless_interrupted(exchange.run(), body, machine):
+    if await run_unless_interrupted(exchange.run(), body, machine.end_future):
         return
     if not exchange.has_started:
         raise _create_machine_stopped_error(incoming_request)
@@ -362,74 +382,8 @@ class _Exchange:
         return await self.machine.transport.handle_async_request(self.request)
 
 
-class _Body(httpx.AsyncByteStream):
-    """A stream of the request's body, empty unless ``has_body``. Raises TooSlow after ``seconds`` without data."""
-
-    def __init__(self, receive: Receive, seconds: float, *, has_body: bool) -> None:
-        self.receive = receive
-        self.seconds = seconds
-        self.fully_read_event = asyncio.Event()
-        """Set once the whole body has been read: only the client's disconnect can follow."""
-        if not has_body:
-            self.fully_read_event.set()
-
-    async def __aiter__(self) -> AsyncIterator[bytes]:
-        try:
-            has_more = True
-            while has_more:
-                message = await self._receive_piece()
-                if message["type"] == "http.disconnect":
-                    raise ClientGone
-                has_more = message.get("more_body", False)
-                if chunk := message.get("body", b""):
-                    yield chunk
-        finally:
-            self.fully_read_event.set()
-
-    async def _receive_piece(self) -> Message:
-        try:
-            async with asyncio.timeout(self.seconds):
-                return await self.receive()
-        except TimeoutError:
-            raise TooSlow.create_for_stalled_body(self.seconds) from None
-
-
-async def _run_unless_interrupted(work: Coroutine[Any, Any, None], body: _Body, machine: MachineConnections) -> bool:
-    """Await ``work`` and return True, or cancel it and return False if the machine stops first.
-
-    If the client disconnects first, cancel ``work`` and raise ClientGone.
-    """
-    cancel_scope = anyio.CancelScope()
-
-    async def run_in_cancel_scope() -> None:
-        # httpcore shields its cleanup from the cancellation of a scope, but not of a task.
-        with cancel_scope:
-            await work
-
-    worker, watcher = asyncio.ensure_future(run_in_cancel_scope()), asyncio.ensure_future(_wait_for_disconnect(body))
-    try:
-        await asyncio.wait({worker, watcher, machine.end_future}, return_when=asyncio.FIRST_COMPLETED)
-        if worker.done():
-            worker.result()
-            return True
-        if machine.end_future.done():
-            return False
-        raise ClientGone
-    finally:
-        watcher.cancel()
-        if not worker.done():
-            cancel_scope.cancel()
-            await asyncio.wait({worker})
-
-
-async def _wait_for_disconnect(body: _Body) -> None:
-    await body.fully_read_event.wait()
-    while (await body.receive())["type"] != "http.disconnect":
-        pass
-
-
 async def _forward_websocket(incoming_request: ServiceRequest, machine: MachineConnections) -> None:
-    tunnel = websocket.Tunnel(incoming_request.receive, incoming_request.send, machine)
+    tunnel = websocket.Tunnel(incoming_request.receive, incoming_request.send, machine.end_future)
     target = incoming_request.target
     connection_task = asyncio.ensure_future(
         websocket.connect(
@@ -496,7 +450,7 @@ def _build_headers_for_client(
     The response to a signed URL also gets headers that isolate it from other pages at the gateway's address.
     """
     headers = Headers(raw=[(name.lower(), value) for name, value in raw_headers])
-    dropped_names = _DROPPED_RESPONSE_HEADERS.union(_parse_connection_options(headers), unwanted_names)
+    dropped_names = _DROPPED_RESPONSE_HEADERS.union(parse_connection_options(headers), unwanted_names)
     if not target.is_named_by_host:
         dropped_names |= _HOST_WIDE_HEADERS
     if target.is_signed:
@@ -511,7 +465,7 @@ def _build_headers_for_client(
     return isolation_headers + [
         (name, value)
         for name, value in headers.raw
-        if _lowercase_name(name) not in dropped_names
+        if lowercase_name(name) not in dropped_names
         and not (name == b"set-cookie" and _is_for_other_hosts(value, host))
     ]
 
@@ -525,19 +479,6 @@ def _is_for_other_hosts(cookie: bytes, host: str) -> bool:
 
 def _encode_headers(headers: websockets.datastructures.Headers) -> list[tuple[bytes, bytes]]:
     return [(name.encode("latin-1"), value.encode("latin-1")) for name, value in headers.raw_items()]
-
-
-def _lowercase_name(name: bytes) -> str:
-    return name.decode("latin-1").lower()
-
-
-def _parse_connection_options(headers: Headers) -> set[str]:
-    """Return the header names that `Connection` lists, which must not be forwarded (RFC 9110, 7.6.1)."""
-    return {word.strip().lower() for value in headers.getlist("connection") for word in value.split(",")}
-
-
-def _has_body(headers: Headers) -> bool:
-    return "transfer-encoding" in headers or headers.get("content-length", "0") != "0"
 
 
 def _join_path_and_query(scope: Scope, signed_query: bytes | None) -> bytes:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import ssl
 from collections.abc import Sequence
 from typing import Any
 
@@ -28,7 +29,7 @@ from sandbox_gateway.api.data_plane.fragments import (
     ServerFragmentProtocol,
     send_fragment,
 )
-from sandbox_gateway.api.data_plane.pools import CONNECT_SECONDS, SMALL_PIECE_BYTES, MachineConnections
+from sandbox_gateway.api.data_plane.pools import CONNECT_SECONDS, SMALL_PIECE_BYTES
 from sandbox_gateway.api.errors import ClientGone
 from sandbox_gateway.hosts.connect import create_connection
 
@@ -209,9 +210,15 @@ class HandshakeRefused(Exception):
 
 
 async def connect(
-    address: str, port: int, host: str, target: bytes, headers: Sequence[tuple[bytes, bytes]], scope: Scope
+    address: str,
+    port: int,
+    host: str,
+    target: bytes,
+    headers: Sequence[tuple[bytes, bytes]],
+    scope: Scope,
+    tls: ssl.SSLContext | None = None,
 ) -> _ServiceConnection:
-    """Open a WebSocket to a service inside a sandbox.
+    """Open a WebSocket to a service inside a sandbox, or with ``tls`` to another gateway.
 
     Raises HandshakeRefused, OSError (including TimeoutError), or InvalidHandshake if the service does not support
     WebSockets.
@@ -231,7 +238,11 @@ async def connect(
         return _ServiceConnection(protocol, ping_interval=None, close_timeout=_CLOSE_SECONDS, max_queue=0)
 
     async with asyncio.timeout(CONNECT_SECONDS):
-        _, connection = await create_connection(create_protocol, address, port)
+        if tls is None:
+            _, connection = await create_connection(create_protocol, address, port)
+        else:
+            loop = asyncio.get_running_loop()
+            _, connection = await loop.create_connection(create_protocol, address, port, ssl=tls)
     try:
         async with asyncio.timeout(HANDSHAKE_SECONDS):
             await connection.handshake(header_pairs, None)
@@ -250,10 +261,11 @@ async def connect(
 class Tunnel:
     """A tunnel that forwards fragments between a client (ASGI) and a connection that ``connect`` opened."""
 
-    def __init__(self, receive: Receive, send: Send, machine: MachineConnections) -> None:
+    def __init__(self, receive: Receive, send: Send, end_future: asyncio.Future[None]) -> None:
+        """Create a tunnel. ``end_future``: done when the service's machine ends."""
         self._receive = receive
         self._send = send
-        self._machine = machine
+        self._end_future = end_future
         self._next_message_future: asyncio.Future[Message] | None = None
         self._has_client_left = False
         """Whether the client has closed the connection or disconnected."""
@@ -267,10 +279,10 @@ class Tunnel:
         self._next_message_future = asyncio.ensure_future(self._receive())
         tasks: set[asyncio.Future[Any]] = {connection_task, self._next_message_future}
         try:
-            await asyncio.wait({*tasks, self._machine.end_future}, return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait({*tasks, self._end_future}, return_when=asyncio.FIRST_COMPLETED)
             if connection_task.done():
                 return connection_task.result()
-            if self._machine.end_future.done():
+            if self._end_future.done():
                 return None
             raise ClientGone
         finally:
@@ -291,8 +303,8 @@ class Tunnel:
                 asyncio.ensure_future(self._forward_to_client(service)),
             )
             tasks = {to_service_task, to_client_task}
-            await asyncio.wait({*tasks, self._machine.end_future}, return_when=asyncio.FIRST_COMPLETED)
-            if self._machine.end_future.done():
+            await asyncio.wait({*tasks, self._end_future}, return_when=asyncio.FIRST_COMPLETED)
+            if self._end_future.done():
                 await self._close(_SERVICE_RESTART, "the sandbox was rolled back, paused or removed")
             elif self._has_client_left:
                 await to_service_task

@@ -110,6 +110,7 @@ class SandboxShape(Shape):
     address: str | None = Field(None, description="Address of the sandbox's ports on the gateway's host.")
     backend: str
     generation: int = Field(description=_GENERATION)
+    sandbox_host: str | None = Field(None, description="Its host, in a fleet.")
 
 
 class VolumeCaptureShape(Shape):
@@ -243,6 +244,7 @@ class SnapshotShape(Shape):
         None, description="Only for a snapshot that was imported from a file, or pulled."
     )
     zfs_snapshot: str | None = Field(None, description="The snapshot's name in ZFS, on hosts with ZFS.")
+    sandbox_host: str | None = Field(None, description="Its host, in a fleet.")
 
 
 class TemplateShape(Shape):
@@ -273,6 +275,7 @@ class TemplateShape(Shape):
     memory: str | None = None
     memory_problem: str | None = Field(None, description="Why its memory cannot be restored now; empty if it can.")
     prewarm: PrewarmShape | None = None
+    sandbox_host: str | None = Field(None, description="Its host, in a fleet.")
 
 
 class AliasShape(Shape):
@@ -436,6 +439,7 @@ class VolumeShape(Shape):
     stuck: list[str] = Field(
         description="A sentence for each unmount that fails; the gateway retries it in the background."
     )
+    sandbox_host: str | None = Field(None, description="Its host, in a fleet.")
 
 
 class VolumeSnapshotShape(Shape):
@@ -599,7 +603,7 @@ def describe_sandbox(
 ) -> SandboxShape:
     """Describe a sandbox.
 
-    ``extra`` may contain alias, address, envd_access_token, traffic_access_token and diverged.
+    ``extra`` may contain alias, address, envd_access_token, traffic_access_token, diverged and sandbox_host.
     """
     sizes = sandbox.resources
     return SandboxShape(
@@ -702,7 +706,7 @@ def describe_snapshot(
     volumes: list[VolumeCaptureShape],
     **extra: Any,
 ) -> SnapshotShape:
-    """Describe a snapshot. ``extra`` may contain users, imported and, on hosts with ZFS, zfs_snapshot."""
+    """Describe a snapshot. ``extra``: users, imported, sandbox_host and, on hosts with ZFS, zfs_snapshot."""
     sizes = snapshot.resources
     return SnapshotShape(
         snapshot_id=snapshot.id,
@@ -741,7 +745,9 @@ def describe_snapshot(
 def describe_volume(
     volume: Volume, state: VolumeState | None, mounts: list[VolumeUserShape], **extra: Any
 ) -> VolumeShape:
-    """Describe a volume. ``state`` is None if the host cannot determine it. ``extra``: token, dataset, imported."""
+    """Describe a volume. ``state`` is None if the host cannot determine it. ``extra``: token, dataset, imported,
+    sandbox_host.
+    """
     return VolumeShape(
         volume_id=volume.name,
         name=volume.name,
@@ -776,9 +782,16 @@ def describe_prewarm(level: Level) -> PrewarmShape:
 
 
 def describe_template(
-    template: Snapshot, *, build_id: str, is_outdated: bool | None, forks: int, prewarm: Level, memory_problem: str
+    template: Snapshot,
+    *,
+    build_id: str,
+    is_outdated: bool | None,
+    forks: int,
+    prewarm: Level,
+    memory_problem: str,
+    **extra: Any,
 ) -> TemplateShape:
-    """Describe a template that is ready."""
+    """Describe a template that is ready. ``extra`` may contain sandbox_host."""
     sizes = template.resources
     return TemplateShape(
         template_id=template.id,
@@ -801,6 +814,7 @@ def describe_template(
         memory_problem=memory_problem,
         forks=forks,
         prewarm=describe_prewarm(prewarm),
+        **extra,
     )
 
 

@@ -15,7 +15,7 @@ from sandbox_gateway.api.access.signed_urls import UPLOAD_PREFIX, sign_upload
 from sandbox_gateway.api.dependencies import EngineDep, Ref
 from sandbox_gateway.api.native import requests, shapes
 from sandbox_gateway.api.native.snapshots import When, remove
-from sandbox_gateway.api.native.view import get_template_or_snapshot
+from sandbox_gateway.api.native.view import describe_host, get_template_or_snapshot
 from sandbox_gateway.api.paging import Limit, NextToken, paginate_list
 from sandbox_gateway.api.waiting import read_file
 from sandbox_gateway.engine.builds import Build
@@ -100,6 +100,8 @@ async def create_upload_url(request: Request, ref: Ref, digest: Digest, engine: 
     # The header comes from a proxy that provides TLS. A client that sends it changes only its own URL.
     scheme = "https" if request.headers.get("x-forwarded-proto") == "https" else request.url.scheme
     url = f"{scheme}://{request.base_url.netloc}{sign_upload(engine.secret, digest, time.time())}"
+    if fleet := engine.config.fleet:
+        url += f"&host={fleet.name}"
     return shapes.FileUpload(present=engine.build_files.mark_used(digest), url=url)
 
 
@@ -259,6 +261,7 @@ def _describe_ready_template(engine: Engine, template: Snapshot, guest_digest: s
         forks=len(engine.references.find_users(template).blocking_sandboxes),
         prewarm=engine.prewarm.get_level(template),
         memory_problem=engine.host.memory_problem(template),
+        **describe_host(engine.config),
     )
 
 

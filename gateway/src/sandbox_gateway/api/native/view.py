@@ -34,7 +34,9 @@ class View:
 
     def describe_sandbox(self, sandbox: Sandbox, *, with_secrets: bool = True, **extra: Any) -> shapes.SandboxShape:
         """Describe a sandbox. Includes its access tokens if ``with_secrets``, unless the caller is read-only."""
-        extra |= self._build_connection_fields(sandbox, with_secrets and self.permission >= Permission.EXEC)
+        extra |= describe_host(self.config) | self._build_connection_fields(
+            sandbox, with_secrets and self.permission >= Permission.EXEC
+        )
         if alias := self._find_alias(sandbox.template_id):
             extra["alias"] = alias
         return shapes.describe_sandbox(
@@ -48,7 +50,9 @@ class View:
 
     def describe_snapshot(self, snapshot: Snapshot, *, with_users: bool = False) -> shapes.SnapshotShape:
         users = self.engine.references.find_users(snapshot)
-        extra: dict[str, Any] = {"zfs_snapshot": name} if (name := snapshot.host.get("zfsSnapshot")) else {}
+        extra: dict[str, Any] = describe_host(self.config)
+        if name := snapshot.host.get("zfsSnapshot"):
+            extra["zfs_snapshot"] = name
         if snapshot.imported is not None:
             extra["imported"] = shapes.describe_import(snapshot.imported)
         if with_users:
@@ -74,7 +78,9 @@ class View:
 
     async def describe_volume(self, volume: Volume, *, with_secrets: bool = False) -> shapes.VolumeShape:
         """Describe a volume. Includes its token if ``with_secrets``; for a read-only caller, the token is empty."""
-        extra: dict[str, Any] = {"dataset": name} if (name := volume.host.get("dataset")) else {}
+        extra: dict[str, Any] = describe_host(self.config)
+        if name := volume.host.get("dataset"):
+            extra["dataset"] = name
         if volume.imported is not None:
             extra["imported"] = shapes.describe_import(volume.imported)
         if with_secrets:
@@ -166,6 +172,11 @@ class View:
         except NotFound:
             return None
         return names[0] if names else None
+
+
+def describe_host(config: Config) -> dict[str, Any]:
+    """Return the field with the name of this host in its fleet, or nothing without `[fleet]`."""
+    return {"sandbox_host": config.fleet.name} if config.fleet else {}
 
 
 def get_template_or_snapshot(engine: Engine, ref: str) -> Snapshot:

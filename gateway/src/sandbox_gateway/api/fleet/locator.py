@@ -1,0 +1,113 @@
+"""Find the host of an object that a request names."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Callable, Mapping
+from urllib.parse import quote
+
+from sandbox_gateway.api.dependencies import MAX_REF_LENGTH
+from sandbox_gateway.api.fleet.forwarding import RawHeaders
+from sandbox_gateway.api.fleet.routes import Kind
+from sandbox_gateway.engine.engine import Engine
+from sandbox_gateway.engine.names import parse_build_id, remove_default_tag, split_tag
+from sandbox_gateway.errors import Conflict, NotFound
+from sandbox_gateway.fleet.fleet import Fleet
+from sandbox_gateway.fleet.peers import HostUnavailable
+from sandbox_gateway.fleet.records import Holder
+
+KNOWS_PATH = "/fleet/knows/"
+"""A path that only gateways request from each other: `/fleet/knows/KIND/REF` asks whether a host has an object."""
+_ASK_SECONDS = 5.0
+_KINDS: Mapping[Kind, tuple[str, ...]] = {
+    "sandbox": ("sandbox",),
+    "snapshot": ("snapshot", "template"),
+    "template": ("template", "snapshot"),
+    "volume": ("volume",),
+}
+
+
+class Locator:
+    def __init__(self, fleet: Fleet, engine: Engine) -> None:
+        self._fleet = fleet
+        self._engine = engine
+        self._finders: Mapping[Kind, Callable[[str], object]] = {
+            "sandbox": engine.index.get_sandbox,
+            "snapshot": engine.index.get_snapshot,
+            "template": self._get_template_or_build,
+            "volume": engine.index.get_volume,
+        }
+
+    def is_here(self, kind: Kind, ref: str) -> bool:
+        """Return whether this host has an object with this name or id."""
+        try:
+            self._finders[kind](ref)
+        except NotFound:
+            return False
+        return True
+
+    def _get_template_or_build(self, ref: str) -> object:
+        for find in (
+            self._engine.index.get_snapshot,
+            self._engine.templates.get_build,
+            self._engine.templates.require_known_template,
+        ):
+            with contextlib.suppress(NotFound):
+                return find(ref)
+        raise NotFound("template", ref)
+
+    async def find_host(self, kind: Kind, ref: str, headers: RawHeaders) -> str:
+        """Return the host of an object, or this host if it has the object, or if no host has it.
+
+        ``headers``: those with which other hosts are asked for templates that are being built. Raises Conflict if the
+        name stands for different objects.
+        """
+        if not 0 < len(ref) <= MAX_REF_LENGTH or self.is_here(kind, ref):
+            return self._fleet.name
+        holders = await self.find_holders(kind, ref)
+        if not holders:
+            return await self._ask_for_build(ref, headers) if kind == "template" else self._fleet.name
+        first, *others = sorted(holders, key=self._rank)
+        if any(not first.may_share_name(other) for other in others):
+            hosts = ", ".join(sorted(holder.host for holder in holders))
+            raise Conflict(
+                f"the name {ref!r} stands for different objects on the hosts {hosts}: use an id, or rename one of them"
+            )
+        return first.host
+
+    async def find_holders(self, kind: Kind, ref: str) -> list[Holder]:
+        """Return the other hosts with an object that has this name or id."""
+        name = remove_default_tag(ref)
+        template_id = parse_build_id(split_tag(name)[1])
+        for candidate in dict.fromkeys((template_id, name) if template_id else (name,)):
+            holders = await self._fleet.directory.find_holders(candidate, _KINDS[kind])
+            if others := [holder for holder in holders if holder.host != self._fleet.name]:
+                return others
+        return []
+
+    def _rank(self, holder: Holder) -> tuple[bool, float, str]:
+        """Return the order in which hosts with copies are asked: running ones first, and the newest template first."""
+        age = -holder.created_at.timestamp() if holder.created_at else 0.0
+        return holder.host not in self._fleet.view.members, age, holder.host
+
+    async def _ask_for_build(self, ref: str, headers: RawHeaders) -> str:
+        """Return the host that is building a template, which is not in the directory yet, or this host."""
+        target = f"{KNOWS_PATH}template/{quote(ref, safe='')}".encode()
+        others = sorted(self._fleet.view.members.keys() - {self._fleet.name})
+
+        async def ask(host: str) -> bool:
+            try:
+                return (
+                    await self._fleet.peers.request(host, "GET", target, headers, seconds=_ASK_SECONDS)
+                ).status == 204
+            except HostUnavailable:
+                return False
+
+        answers = await asyncio.gather(*map(ask, others))
+        return next((host for host, knows in zip(others, answers, strict=True) if knows), self._fleet.name)
+
+    def answer(self, path: str) -> bool:
+        """Return the answer to a request of another gateway whose path begins with KNOWS_PATH."""
+        kind, _, ref = path.removeprefix(KNOWS_PATH).partition("/")
+        return any(kind == known_kind and self.is_here(known_kind, ref) for known_kind in self._finders)

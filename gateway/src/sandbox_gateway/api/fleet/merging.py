@@ -1,0 +1,162 @@
+"""Merge the lists and the events of all hosts.
+
+Pages are stable, because a token identifies the last entry of a page by its creation time and id, on every host alike.
+A header of the response names the hosts that did not answer.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+from collections.abc import AsyncGenerator, Awaitable, Callable
+from dataclasses import dataclass
+from datetime import datetime
+from typing import Any
+from urllib.parse import parse_qs
+
+import anyio
+import httpx
+from starlette.responses import JSONResponse, Response
+
+from sandbox_gateway.api.events import EventStream
+from sandbox_gateway.api.fleet.forwarding import RawHeaders
+from sandbox_gateway.api.fleet.routes import Merged
+from sandbox_gateway.api.paging import NEXT_TOKEN_HEADER, encode_token
+from sandbox_gateway.fleet.fleet import Fleet
+from sandbox_gateway.fleet.peers import Answer, HostUnavailable
+
+MISSING_HEADER = "x-sandbox-hosts-missing"
+"""The header that names the hosts whose objects are missing in a list."""
+_LIST_SECONDS = 10.0
+_RECONNECT_SECONDS = 2.0
+_DEFAULT_LIMIT = {"name": 1000}
+"""By the field that identifies an entry: the default size of a page, if it is not 100."""
+
+
+@dataclass(frozen=True)
+class _List:
+    entries: list[dict[str, Any]]
+    has_more: bool
+
+
+async def merge_lists(
+    fleet: Fleet, route: Merged, target: bytes, headers: RawHeaders, local: Callable[[], Awaitable[Answer]]
+) -> Response:
+    """Return the merged lists of all hosts. ``local`` returns the list of this host.
+
+    If a host refuses the request, its response is returned, because the others would refuse it, too.
+    """
+    others = sorted(fleet.view.members.keys() - {fleet.name})
+    requests = [local(), *(fleet.peers.request(host, "GET", target, headers, seconds=_LIST_SECONDS) for host in others)]
+    results = await asyncio.gather(*requests, return_exceptions=True)
+    missing = {*fleet.view.list_absent_hosts()}
+    answers: list[Answer] = []
+    for host, result in zip((fleet.name, *others), results, strict=True):
+        if isinstance(result, HostUnavailable):
+            missing.add(host)
+        elif isinstance(result, BaseException):
+            raise result
+        elif result.status >= 500:
+            missing.add(host)
+        else:
+            answers.append(result)
+    if refusal := next((answer for answer in answers if answer.status != 200), None):
+        return _convert_to_response(refusal)
+    lists = [_List(json.loads(answer.body), NEXT_TOKEN_HEADER in answer.headers) for answer in answers]
+    response_headers = {MISSING_HEADER: ",".join(sorted(missing))} if missing else {}
+    if not route.time:
+        return JSONResponse([entry for each in lists for entry in each.entries], headers=response_headers)
+    query = parse_qs(target.partition(b"?")[2].decode("latin-1"))
+    entries, next_token = _merge_pages(route, lists, query)
+    if next_token:
+        response_headers[NEXT_TOKEN_HEADER] = next_token
+    return JSONResponse(entries, headers=response_headers)
+
+
+def _merge_pages(route: Merged, lists: list[_List], query: dict[str, list[str]]) -> tuple[list[dict[str, Any]], str]:
+    """Return the page, and the token of the next page, or "" if there is none."""
+    order = query.get("order", ["asc"])[-1]
+    entries = sorted(
+        (entry for each in lists for entry in each.entries),
+        key=lambda entry: _get_key(route, entry),
+        reverse=order == "desc",
+    )
+    if not route.is_paged:
+        return entries, ""
+    limit = int(query.get("limit", [str(_DEFAULT_LIMIT.get(route.id, 100))])[-1])
+    if len(entries) <= limit and not any(each.has_more for each in lists):
+        return entries, ""
+    created_at, id = _get_key(route, entries[limit - 1])
+    return entries[:limit], encode_token((created_at, id), "desc" if order == "desc" else "asc")
+
+
+def _get_key(route: Merged, entry: dict[str, Any]) -> tuple[Any, str]:
+    time = entry[route.time]
+    return datetime.fromisoformat(time) if isinstance(time, str) else time, entry[route.id]
+
+
+def _convert_to_response(answer: Answer) -> Response:
+    media_type = answer.headers.get("content-type")
+    return Response(answer.body, answer.status, media_type=media_type)
+
+
+def merge_events(fleet: Fleet, target: bytes, headers: RawHeaders, local: AsyncGenerator[bytes, None]) -> Response:
+    """Return a stream with the events of all hosts, of which ``local`` are those of this one.
+
+    It also follows hosts that join later, or come back.
+    """
+    stream = _EventMerger(fleet, target, headers).run(local)
+    return EventStream(stream, media_type="text/event-stream", headers={"Cache-Control": "no-cache"})
+
+
+class _EventMerger:
+    def __init__(self, fleet: Fleet, target: bytes, headers: RawHeaders) -> None:
+        self._fleet = fleet
+        self._target = target
+        self._headers = headers
+        self._queue: asyncio.Queue[bytes | None] = asyncio.Queue(maxsize=100)
+
+    async def run(self, local: AsyncGenerator[bytes, None]) -> AsyncGenerator[bytes, None]:
+        tasks = {asyncio.create_task(self._follow_local(local)), asyncio.create_task(self._follow_members())}
+        try:
+            while (block := await self._queue.get()) is not None:
+                yield block
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def _follow_local(self, local: AsyncGenerator[bytes, None]) -> None:
+        async with contextlib.aclosing(local):
+            async for piece in local:
+                await self._queue.put(piece)
+        await self._queue.put(None)
+
+    async def _follow_members(self) -> None:
+        tasks: dict[str, asyncio.Task[None]] = {}
+        # httpcore closes its connections if a scope is cancelled, but not always if a task is.
+        scopes: dict[str, anyio.CancelScope] = {}
+        try:
+            while True:
+                for host in self._fleet.view.members.keys() - {self._fleet.name}:
+                    if host not in tasks or tasks[host].done():
+                        scopes[host] = anyio.CancelScope()
+                        tasks[host] = asyncio.create_task(self._follow_host(host, scopes[host]))
+                await asyncio.sleep(_RECONNECT_SECONDS)
+        finally:
+            for scope in scopes.values():
+                scope.cancel()
+            await asyncio.gather(*tasks.values(), return_exceptions=True)
+
+    async def _follow_host(self, host: str, scope: anyio.CancelScope) -> None:
+        """Pass on the events of a host, each as a whole, until its stream ends."""
+        with scope, contextlib.suppress(HostUnavailable, httpx.TransportError):
+            async with self._fleet.peers.open(host, "GET", self._target, self._headers, None) as response:
+                assert isinstance(response.stream, httpx.AsyncByteStream)
+                unfinished_block = b""
+                async for piece in response.stream:
+                    *blocks, unfinished_block = (unfinished_block + piece).split(b"\n\n")
+                    for block in blocks:
+                        if block.startswith(b"event:"):
+                            await self._queue.put(block + b"\n\n")

@@ -1,0 +1,147 @@
+"""Connections to the other gateways of the fleet, over mutual TLS."""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import ssl
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import anyio
+import httpx
+
+from sandbox_gateway.errors import GatewayError
+from sandbox_gateway.fleet.records import MemberRecord
+from sandbox_gateway.fleet.view import View
+
+_CONNECT_SECONDS = 4.0
+_ANSWER_SECONDS = 20.0
+"""Maximum time for a short request that this gateway sends for itself."""
+_MAX_ANSWER_BYTES = 64 << 20
+_SOCKET_OPTIONS = [
+    (socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1),
+    *(
+        (socket.IPPROTO_TCP, getattr(socket, name), value)
+        # A host that loses its power does not close its connections.
+        for name, value in (("TCP_KEEPIDLE", 10), ("TCP_KEEPINTVL", 5), ("TCP_KEEPCNT", 3))
+        if hasattr(socket, name)
+    ),
+]
+
+
+class HostUnavailable(GatewayError):
+    """The gateway of another host does not answer."""
+
+    kind = "unavailable"
+    status = 503
+
+
+@dataclass(frozen=True)
+class Answer:
+    """The whole response of another gateway."""
+
+    host: str
+    status: int
+    headers: httpx.Headers
+    body: bytes
+
+
+class Peers:
+    def __init__(self, view: View, tls: ssl.SSLContext) -> None:
+        self._view = view
+        self.tls = tls
+        self._transport = httpx.AsyncHTTPTransport(
+            verify=tls,
+            trust_env=False,
+            limits=httpx.Limits(max_connections=None, max_keepalive_connections=256, keepalive_expiry=30),
+            socket_options=_SOCKET_OPTIONS,
+        )
+
+    async def close(self) -> None:
+        await self._transport.aclose()
+
+    def get_member(self, host: str) -> MemberRecord:
+        """Return the record of a host's gateway. Raises HostUnavailable if it does not run."""
+        member = self._view.members.get(host)
+        if member is None:
+            raise HostUnavailable(
+                f"the object is on host {host!r}, whose gateway does not run at the moment: start it, or try again "
+                "later"
+            )
+        return member
+
+    def split_address(self, host: str) -> tuple[str, int]:
+        name, _, port = self.get_member(host).address.rpartition(":")
+        return name.strip("[]"), int(port)
+
+    @contextlib.asynccontextmanager
+    async def open(
+        self,
+        host: str,
+        method: str,
+        target: bytes,
+        headers: Sequence[tuple[bytes, bytes]],
+        body: httpx.AsyncByteStream | bytes | None,
+        *,
+        seconds: float | None = None,
+    ) -> AsyncIterator[httpx.Response]:
+        """Send a request to a host, and yield its response, whose body is read with ``response.stream``.
+
+        ``target``: path and query, as sent by the client. ``seconds``: how long the host may stay silent; None: for as
+        long as it wants. Raises HostUnavailable.
+        """
+        name, port = self.split_address(host)
+        if body is None:
+            headers = [(name, value) for name, value in headers if name.lower() != b"content-length"]
+        timeouts = {"connect": _CONNECT_SECONDS, "read": seconds, "write": seconds, "pool": None}
+        request = httpx.Request(
+            method,
+            httpx.URL(scheme="https", host=name, port=port),
+            headers=[*headers],
+            content=body,
+            extensions={"timeout": timeouts, "target": target},
+        )
+        try:
+            response = await self._transport.handle_async_request(request)
+        except httpx.TransportError as error:
+            raise self.create_error(host, error) from None
+        try:
+            yield response
+        finally:
+            with anyio.CancelScope(shield=True):
+                await response.aclose()
+
+    async def request(
+        self,
+        host: str,
+        method: str,
+        target: bytes,
+        headers: Sequence[tuple[bytes, bytes]],
+        body: bytes | None = None,
+        *,
+        seconds: float | None = _ANSWER_SECONDS,
+    ) -> Answer:
+        """Send a request to a host, and return its whole response. Raises HostUnavailable."""
+        try:
+            async with self.open(host, method, target, headers, body, seconds=seconds) as response:
+                assert isinstance(response.stream, httpx.AsyncByteStream)
+                pieces, size = [], 0
+                async for piece in response.stream:
+                    pieces.append(piece)
+                    size += len(piece)
+                    if size > _MAX_ANSWER_BYTES:
+                        raise HostUnavailable(
+                            f"the answer of host {host!r} is larger than {_MAX_ANSWER_BYTES >> 20} MiB: request less"
+                        )
+                return Answer(host, response.status_code, response.headers, b"".join(pieces))
+        except httpx.TransportError as error:
+            raise self.create_error(host, error) from None
+
+    def create_error(self, host: str, error: Any) -> HostUnavailable:
+        if isinstance(error, httpx.ConnectTimeout | httpx.ReadTimeout | httpx.WriteTimeout):
+            reason = "no answer in time"
+        else:
+            reason = str(error) or type(error).__name__
+        return HostUnavailable(f"the gateway of host {host!r} does not answer ({reason}): try again later")
