@@ -109,6 +109,7 @@ def test_a_list_names_the_hosts_that_did_not_answer(world: World, hosts: list[Fl
 
 
 def test_events_of_all_hosts_arrive_in_one_stream(hosts: list[FleetHost]) -> None:
+    queue_counts = [len(host.gateway.engine.events._queues) for host in hosts]
     with (
         ThreadPoolExecutor(1) as threads,
         hosts[0].client(READ_KEY) as client,
@@ -130,6 +131,8 @@ def test_events_of_all_hosts_arrive_in_one_stream(hosts: list[FleetHost]) -> Non
         time.sleep(3)
         assert names and _fill(hosts, 3) == ["s00", "s01", "s02"]
         assert names.result(20) == {"s00", "s01", "s02"}
+    # The streams of the other hosts end with the client's.
+    wait_until(lambda: [len(host.gateway.engine.events._queues) for host in hosts] == queue_counts)
 
 
 def test_removing_a_template_removes_all_its_copies(hosts: list[FleetHost]) -> None:

@@ -19,6 +19,7 @@ import typer
 import yaml
 
 from sandbox_gateway import errors
+from sandbox_gateway.api.fleet.routes import ROUTES
 from sandbox_gateway.api.native.requests import CreateTemplate
 from sandbox_gateway.cli import app, formats
 from sandbox_gateway.config import Config
@@ -495,7 +496,8 @@ def list_routes() -> dict[str, set[str]]:
 
 
 def has_route(path: str, method: str) -> bool:
-    for documented_path, methods in list_routes().items():
+    fleet_routes = [(path, {method}) for method, path in ROUTES if path.startswith("/fleet")]
+    for documented_path, methods in [*list_routes().items(), *fleet_routes]:
         pattern = re.sub(r"\\\{\w+\\\}", "[^/]+", re.escape(documented_path))
         if re.fullmatch(pattern, path) and method in methods:
             return True

@@ -135,6 +135,13 @@ class Timeout(GatewayError):
     status = 504
 
 
+class Unavailable(GatewayError):
+    """In a fleet: etcd or the gateway of another host does not answer. The client can retry later."""
+
+    kind = "unavailable"
+    status = 503
+
+
 class NoSpace(GatewayError):
     kind = "no_space"
     status = 507

@@ -44,6 +44,7 @@ _ERRORS: dict[int | str, dict[str, Any]] = {
         413: "Too large, or over a quota",
         429: "Busy: try again after the time in Retry-After. Without that header, the request has been carried out",
         500: "A backend failed, or the gateway has a bug",
+        503: "In a fleet: etcd or another host does not answer",
         504: "The operation did not finish in time",
         507: "No space left",
     }.items()

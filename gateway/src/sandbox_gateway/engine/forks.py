@@ -11,6 +11,7 @@ from sandbox_gateway.engine.agent_client import check_environment
 from sandbox_gateway.engine.captures import Captures
 from sandbox_gateway.engine.claims import Claim
 from sandbox_gateway.engine.collector import Collector
+from sandbox_gateway.engine.commit_gate import commit_gate
 from sandbox_gateway.engine.context import Context
 from sandbox_gateway.engine.durations import measured
 from sandbox_gateway.engine.fork_plan import create_sandbox_record, list_requested_names, should_restore_memory
@@ -219,6 +220,12 @@ class Forks:
             await finish_despite_cancellation(self._undo(tasks, sandboxes))
             raise unexpected_error
         new_sandboxes = [task.result() for task in tasks if task.exception() is None]
+        if gate := commit_gate.get():
+            try:
+                await gate()
+            except BaseException:
+                await finish_despite_cancellation(self._undo(tasks, sandboxes))
+                raise
         await finish_despite_cancellation(self._commit(new_sandboxes))
         results = (task.exception() or task.result() for task in tasks)
         return [result for result in results if isinstance(result, Sandbox | GatewayError)]

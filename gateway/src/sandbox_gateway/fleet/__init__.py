@@ -1,4 +1,4 @@
-"""Many hosts as one: who is a member, what is where, and where new sandboxes go.
+"""Many hosts as one: the members, the hosts of all names, and the choice of hosts for new sandboxes.
 
 Imports go from api to fleet to engine. Without `[fleet]` in the configuration, nothing of this package is imported.
 Each module imports only modules above it in this list:
@@ -6,10 +6,10 @@ Each module imports only modules above it in this list:
 * ``store``: requests to etcd, with bounded waits.
 * ``keys``, ``records``: the layout of the keys in etcd, and their values.
 * ``secret``: the secret that all members share.
-* ``view``: what this gateway knows of the fleet, kept up to date by a watch.
+* ``view``: the members, hosts and objects of the fleet, kept up to date by a watch.
+* ``peers``: connections to the other gateways. ``placement``: the choice of hosts for new sandboxes. ``holds``: forks
+    on several hosts.
 * ``membership``: the lease and the record of this gateway.
-* ``directory``: the names and ids of this gateway's objects.
-* ``peers``: connections to the other gateways.
-* ``placement``: where new sandboxes go, and the room that is reserved for them.
-* ``fleet``: composes them.
+* ``directory``: the names and ids of this gateway's objects, and the memory that starting machines need.
+* ``fleet``: the composition of all parts.
 """

@@ -20,13 +20,13 @@ from dataclasses import dataclass
 from sandbox_gateway.engine.claims import Claim
 from sandbox_gateway.engine.engine import Engine
 from sandbox_gateway.engine.index import list_names
-from sandbox_gateway.errors import Busy, GatewayError, NameTaken
+from sandbox_gateway.engine.room import MACHINE_START_BYTES
+from sandbox_gateway.errors import Busy, GatewayError, NameTaken, NoSpace
 from sandbox_gateway.fleet import store as etcd
 from sandbox_gateway.fleet.keys import Keys
 from sandbox_gateway.fleet.membership import Membership
 from sandbox_gateway.fleet.records import Holder, ObjectRecord, describe_object
 from sandbox_gateway.fleet.store import (
-    MAX_TRANSACTION_OPERATIONS,
     Entry,
     Operation,
     Store,
@@ -35,10 +35,13 @@ from sandbox_gateway.fleet.store import (
 )
 from sandbox_gateway.fleet.view import View
 from sandbox_gateway.log import Logger
+from sandbox_gateway.records import Sandbox
 from sandbox_gateway.tasks import finish_despite_cancellation
 
 _RETRY_SECONDS = 1.0
 _MAX_ATTEMPTS = 5
+_MAX_BATCH = etcd.MAX_TRANSACTION_OPERATIONS - 1
+"""Each transaction also writes the reservation."""
 
 log = Logger("directory")
 
@@ -74,6 +77,8 @@ class Directory:
         """Ids of the objects that are getting names, so that their keys must not be deleted."""
         self._refs_in_flight: set[str] = set()
         self._publishing = asyncio.Lock()
+        self._starting_machines: Counter[str] = Counter()
+        """By the id of a new sandbox: 1 while it is being created."""
         self._conflicts: dict[tuple[str, str], str] = {}
         """A sentence for each name that another host also has, by the name and that host."""
 
@@ -123,7 +128,13 @@ class Directory:
     async def held(self, claims: Sequence[Claim], *, may_be_late: bool = False) -> AsyncIterator[None]:
         ids = [claim.record.id for claim in claims]
         self._claimed_ids.update(ids)
+        machines = [
+            claim.record.id
+            for claim in claims
+            if isinstance(claim.record, Sandbox) and claim.record.id not in self._engine.index.sandboxes
+        ]
         try:
+            await self._reserve_room(machines)
             try:
                 # A thread sends the request, and cannot be cancelled.
                 await finish_despite_cancellation(self._claim_all(claims))
@@ -134,8 +145,28 @@ class Directory:
         finally:
             self._claimed_ids.subtract(ids)
             self._claimed_ids += Counter()
+            for id in machines:
+                self._starting_machines.pop(id, None)
             for id in ids:
                 self._mark_changed(id)
+
+    async def _reserve_room(self, machines: Sequence[str]) -> None:
+        """Reserve memory for new machines. Raises NoSpace if it is free, but reserved for others that are starting.
+
+        Only the gateway of a host reserves its memory. The transaction of the claim makes it known to the others.
+        """
+        if not machines:
+            return
+        reserve = self._engine.config.limits.free_memory_mb << 20
+        free = (await self._engine.host.room()).memory_free
+        count = len(self._starting_machines) + len(machines)
+        if reserve and free - count * MACHINE_START_BYTES < reserve:
+            raise NoSpace(
+                f"{len(machines)} more {'machine' if len(machines) == 1 else 'machines'} would need memory that is "
+                f"reserved for {len(self._starting_machines)} machines that are starting: the host has {free >> 20} "
+                "MiB free. Try again, or request fewer"
+            )
+        self._starting_machines.update(machines)
 
     async def _claim_all(self, claims: Sequence[Claim]) -> None:
         """Claim all names, in transactions that run at the same time, so that there is one wait."""
@@ -174,6 +205,7 @@ class Directory:
         for _ in range(_MAX_ATTEMPTS):
             lease = self._membership.lease
             success = [etcd.put(self._get_key(ref), value, lease) for ref, value in values.items()]
+            success.append(self._put_reservation())
             failure = [etcd.read(self._keys.holders(name)) for name in sorted(new_names)]
             try:
                 outcome = await self._store.transact(compare, success, failure)
@@ -203,6 +235,10 @@ class Directory:
                 taken.setdefault(ref, []).append(holder)
         if taken:
             raise _create_name_taken_error(taken)
+
+    def _put_reservation(self) -> Operation:
+        size = len(self._starting_machines) * MACHINE_START_BYTES
+        return etcd.put(self._keys.reservation(self._membership.name), str(size).encode(), self._membership.lease)
 
     # -- publishing -------------------------------------------------------------------------------------------------
 
@@ -259,7 +295,7 @@ class Directory:
             try:
                 operations = [operation for change in batch for operation in self._create_operations(change)]
                 if operations:
-                    await self._store.transact([], operations)
+                    await self._store.transact([], [*operations, self._put_reservation()])
             finally:
                 self._refs_in_flight = set()
             for change in batch:
@@ -280,7 +316,7 @@ class Directory:
         for id in ids:
             change = self._plan(id)
             change_size = len(change.list_refs())
-            if batch and size + change_size > MAX_TRANSACTION_OPERATIONS:
+            if batch and size + change_size > _MAX_BATCH:
                 yield batch
                 batch, size, change = [], 0, self._plan(id)
             batch.append(change)
@@ -367,7 +403,7 @@ def _split_into_batches(claims: Sequence[Claim]) -> Iterator[list[Claim]]:
     size = 0
     for claim in claims:
         claim_size = len({claim.record.id, *claim.names})
-        if batch and size + claim_size > MAX_TRANSACTION_OPERATIONS:
+        if batch and size + claim_size > _MAX_BATCH:
             yield batch
             batch, size = [], 0
         batch.append(claim)

@@ -8,6 +8,7 @@ from sandbox_gateway.config import FleetSection
 from sandbox_gateway.engine.engine import Engine
 from sandbox_gateway.errors import Invalid
 from sandbox_gateway.fleet.directory import Directory
+from sandbox_gateway.fleet.holds import Holds
 from sandbox_gateway.fleet.keys import Keys
 from sandbox_gateway.fleet.membership import Membership
 from sandbox_gateway.fleet.peers import Peers
@@ -31,8 +32,9 @@ class Fleet:
         self._store = Store(settings.etcd, TlsFiles(settings.tls_ca, settings.tls_cert, settings.tls_key))
         keys = Keys(settings.prefix)
         self.view = View(self._store, keys)
-        self.membership = Membership(settings, engine, self._store, keys, self.view, lambda: 0)
+        self.membership = Membership(settings, engine, self._store, keys, self.view)
         self.directory = Directory(engine, self._store, keys, self.view, self.membership)
+        self.holds = Holds(self._store, keys)
         self.peers = Peers(self.view, self.client_tls)
         self.view.member_listeners.append(self._report_member)
 

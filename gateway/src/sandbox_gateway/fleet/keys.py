@@ -18,6 +18,8 @@ class Keys:
         """The gateways that are running, each under its lease."""
         self.objects = f"{prefix}objects/"
         """The hosts of each name and id."""
+        self.reservations = f"{prefix}reservations/"
+        """The memory that the starting machines of each host will need."""
         self.decisions = f"{prefix}decisions/"
         """Whether a fork on several hosts is committed."""
 
@@ -33,6 +35,9 @@ class Keys:
 
     def object(self, ref: str, host: str) -> str:
         return f"{self.holders(ref)}{host}"
+
+    def reservation(self, host: str) -> str:
+        return f"{self.reservations}{host}"
 
     def decision(self, id: str) -> str:
         return f"{self.decisions}{id}"

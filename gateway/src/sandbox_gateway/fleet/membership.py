@@ -32,16 +32,12 @@ log = Logger("fleet")
 
 
 class Membership:
-    def __init__(
-        self, settings: FleetSection, engine: Engine, store: Store, keys: Keys, view: View, reserved: Callable[[], int]
-    ) -> None:
-        """``reserved`` returns the memory, in bytes, that starting machines will need."""
+    def __init__(self, settings: FleetSection, engine: Engine, store: Store, keys: Keys, view: View) -> None:
         self._settings = settings
         self._engine = engine
         self._store = store
         self._keys = keys
         self._view = view
-        self._reserved = reserved
         self._host_id = ""
         self.lease = 0
         """The id of the lease; 0 while there is none."""
@@ -207,7 +203,7 @@ class Membership:
                 disk_free=room.disk_free,
                 sandboxes=len(engine.index.sandboxes),
                 max_sandboxes=engine.config.limits.sandboxes,
-                reserved_memory=self._reserved(),
+                memory_reserve=engine.config.limits.free_memory_mb << 20,
             )
         except GatewayError as error:
             log.warning("the load of this host is unknown", reason=error.message)
@@ -225,7 +221,6 @@ class Membership:
 def _differs(new: Load, old: Load) -> bool:
     return (
         new.sandboxes != old.sandboxes
-        or new.reserved_memory != old.reserved_memory
         or abs(new.memory_free - old.memory_free) > _SIGNIFICANT_SHARE * new.memory_total
         or abs(new.disk_free - old.disk_free) > _SIGNIFICANT_SHARE * new.disk_total
     )

@@ -12,7 +12,7 @@ from typing import Any
 import anyio
 import httpx
 
-from sandbox_gateway.errors import GatewayError
+from sandbox_gateway.errors import Unavailable
 from sandbox_gateway.fleet.records import MemberRecord
 from sandbox_gateway.fleet.view import View
 
@@ -31,11 +31,8 @@ _SOCKET_OPTIONS = [
 ]
 
 
-class HostUnavailable(GatewayError):
+class HostUnavailable(Unavailable):
     """The gateway of another host does not answer."""
-
-    kind = "unavailable"
-    status = 503
 
 
 @dataclass(frozen=True)

@@ -52,8 +52,8 @@ class Load(_Value):
     disk_free: int = 0
     sandboxes: int = 0
     max_sandboxes: int = 0
-    reserved_memory: int = 0
-    """What the machines that are starting will need; `memory_free` still includes it."""
+    memory_reserve: int = 0
+    """The part of `memory_free` that new machines must leave free."""
 
 
 class MemberRecord(_Value):

@@ -28,7 +28,7 @@ import etcd3gw
 import requests
 from etcd3gw.exceptions import Etcd3Exception
 
-from sandbox_gateway.errors import BackendFailed, GatewayError
+from sandbox_gateway.errors import BackendFailed, Unavailable
 from sandbox_gateway.log import Logger
 
 _REQUEST_SECONDS = 2.0
@@ -64,11 +64,8 @@ class StoreRefused(BackendFailed):
     """etcd has answered a request with an error. For example, its lease has ended."""
 
 
-class StoreUnavailable(GatewayError):
+class StoreUnavailable(Unavailable):
     """etcd does not answer, so nothing can be decided that concerns other hosts."""
-
-    kind = "unavailable"
-    status = 503
 
 
 @dataclass(frozen=True)

@@ -31,6 +31,8 @@ class View:
         """The hosts that have ever joined, by name."""
         self.members: dict[str, MemberRecord] = {}
         """The gateways that are running, by the name of their host."""
+        self.reserved_memory: dict[str, int] = {}
+        """The memory, in bytes, that the starting machines of each host will need."""
         self.is_current = False
         """Whether the watch is running."""
         self.loaded = asyncio.Event()
@@ -90,6 +92,7 @@ class View:
         self.hosts.clear()
         self.members.clear()
         self._holders.clear()
+        self.reserved_memory.clear()
         for entry in entries:
             self._apply(Change(entry.key, entry.value), notify=False)
         for name in known_members.keys() ^ self.members.keys():
@@ -114,6 +117,8 @@ class View:
             _set(self.members, name, _parse(MemberRecord.parse, change))
             if notify and was_member != (name in self.members):
                 self._notify(name, is_member=name in self.members)
+        elif key.startswith(keys.reservations):
+            _set(self.reserved_memory, key.removeprefix(keys.reservations), _parse(int, change))
         elif key.startswith(keys.hosts):
             _set(self.hosts, key.removeprefix(keys.hosts), _parse(HostRecord.parse, change))
 

@@ -26,7 +26,7 @@ class FleetHostShape(Shape):
     version: str | None
     memory_total_bytes: int
     memory_free_bytes: int
-    memory_reserved_bytes: int = Field(description="What machines that are starting will need.")
+    memory_reserved_bytes: int = Field(description="The memory that starting machines will need.")
     disk_total_bytes: int
     disk_free_bytes: int
     sandboxes: int
@@ -85,7 +85,7 @@ def _describe_host(fleet: Fleet, name: str) -> FleetHostShape:
         version=member.version if member else None,
         memory_total_bytes=load.memory_total,
         memory_free_bytes=load.memory_free,
-        memory_reserved_bytes=load.reserved_memory,
+        memory_reserved_bytes=fleet.view.reserved_memory.get(name, 0),
         disk_total_bytes=load.disk_total,
         disk_free_bytes=load.disk_free,
         sandboxes=load.sandboxes,

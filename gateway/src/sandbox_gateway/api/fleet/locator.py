@@ -16,6 +16,7 @@ from sandbox_gateway.errors import Conflict, NotFound
 from sandbox_gateway.fleet.fleet import Fleet
 from sandbox_gateway.fleet.peers import HostUnavailable
 from sandbox_gateway.fleet.records import Holder
+from sandbox_gateway.records import Snapshot
 
 KNOWS_PATH = "/fleet/knows/"
 """A path that only gateways request from each other: `/fleet/knows/KIND/REF` asks whether a host has an object."""
@@ -56,6 +57,13 @@ class Locator:
             with contextlib.suppress(NotFound):
                 return find(ref)
         raise NotFound("template", ref)
+
+    def find_own_snapshot(self, ref: str) -> Snapshot | None:
+        """Return this host's snapshot or template with this name or id, or None."""
+        try:
+            return self._engine.index.get_snapshot(ref)
+        except NotFound:
+            return None
 
     async def find_host(self, kind: Kind, ref: str, headers: RawHeaders) -> str:
         """Return the host of an object, or this host if it has the object, or if no host has it.

@@ -125,7 +125,9 @@ class _EventMerger:
         finally:
             for task in tasks:
                 task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
+            # A second cancellation would interrupt the closing of connections.
+            with anyio.CancelScope(shield=True):
+                await asyncio.gather(*tasks, return_exceptions=True)
 
     async def _follow_local(self, local: AsyncGenerator[bytes, None]) -> None:
         async with contextlib.aclosing(local):
@@ -135,23 +137,20 @@ class _EventMerger:
 
     async def _follow_members(self) -> None:
         tasks: dict[str, asyncio.Task[None]] = {}
-        # httpcore closes its connections if a scope is cancelled, but not always if a task is.
-        scopes: dict[str, anyio.CancelScope] = {}
         try:
             while True:
                 for host in self._fleet.view.members.keys() - {self._fleet.name}:
                     if host not in tasks or tasks[host].done():
-                        scopes[host] = anyio.CancelScope()
-                        tasks[host] = asyncio.create_task(self._follow_host(host, scopes[host]))
+                        tasks[host] = asyncio.create_task(self._follow_host(host))
                 await asyncio.sleep(_RECONNECT_SECONDS)
         finally:
-            for scope in scopes.values():
-                scope.cancel()
+            for task in tasks.values():
+                task.cancel()
             await asyncio.gather(*tasks.values(), return_exceptions=True)
 
-    async def _follow_host(self, host: str, scope: anyio.CancelScope) -> None:
+    async def _follow_host(self, host: str) -> None:
         """Pass on the events of a host, each as a whole, until its stream ends."""
-        with scope, contextlib.suppress(HostUnavailable, httpx.TransportError):
+        with contextlib.suppress(HostUnavailable, httpx.TransportError):
             async with self._fleet.peers.open(host, "GET", self._target, self._headers, None) as response:
                 assert isinstance(response.stream, httpx.AsyncByteStream)
                 unfinished_block = b""

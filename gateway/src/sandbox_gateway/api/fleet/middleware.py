@@ -7,11 +7,11 @@ carried out here, so that no request can go in circles.
 from __future__ import annotations
 
 import asyncio
-import json
-from collections.abc import AsyncGenerator
-from typing import Any
+from collections.abc import AsyncGenerator, Awaitable, Callable
 from urllib.parse import parse_qs
 
+import anyio
+from starlette.datastructures import Headers
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
@@ -21,6 +21,7 @@ from sandbox_gateway.api.fleet.forwarding import HOST_HEADER, Forwarder, get_tar
 from sandbox_gateway.api.fleet.local import read_body, replay, run_locally
 from sandbox_gateway.api.fleet.locator import KNOWS_PATH, Locator
 from sandbox_gateway.api.fleet.merging import merge_events, merge_lists
+from sandbox_gateway.api.fleet.placing import Placer, find_ref
 from sandbox_gateway.api.fleet.routes import (
     AllHolders,
     ByBody,
@@ -32,6 +33,8 @@ from sandbox_gateway.api.fleet.routes import (
     Placed,
     find_route,
 )
+from sandbox_gateway.api.fleet.spreading import HOLD_HEADER, HOLDS_PATH
+from sandbox_gateway.engine.commit_gate import commit_gate
 from sandbox_gateway.errors import NotFound, Unsupported
 from sandbox_gateway.fleet.fleet import Fleet
 from sandbox_gateway.fleet.peers import Answer
@@ -43,6 +46,7 @@ class FleetMiddleware:
         self._fleet = fleet
         self._forwarder = forwarder
         self._locator = locator
+        self._placer = Placer(app, fleet, forwarder, locator)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -50,14 +54,35 @@ class FleetMiddleware:
             return
         send_with_host = self._name_host(send)
         if is_forwarded(scope):
-            if scope["path"].startswith(KNOWS_PATH):
-                status = 204 if self._locator.answer(scope["path"]) else 404
-                await Response(status_code=status)(scope, receive, send)
-                return
-            await self.app(scope, receive, send_with_host)
+            await self._carry_out(scope, receive, send_with_host)
             return
         assign_request_id(scope)
         await self._dispatch(scope, receive, send_with_host)
+
+    async def _carry_out(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Carry out a request that another gateway has sent."""
+        path = scope["path"]
+        if path.startswith(KNOWS_PATH):
+            status = 204 if self._locator.answer(path) else 404
+            await Response(status_code=status)(scope, receive, send)
+        elif path.startswith(HOLDS_PATH):
+            id = path.removeprefix(HOLDS_PATH)
+            if scope["method"] == "POST":
+                self._fleet.holds.release(id)
+            else:
+                await self._fleet.holds.wait_until_ready(id)
+            await Response(status_code=204)(scope, receive, send)
+        elif id := Headers(scope=scope).get(HOLD_HEADER, ""):
+            await self._run_share(id, scope, receive, send)
+        else:
+            await self.app(scope, receive, send)
+
+    async def _run_share(self, id: str, scope: Scope, receive: Receive, send: Send) -> None:
+        async def run(gate: Callable[[], Awaitable[None]]) -> None:
+            commit_gate.set(gate)
+            await self.app(scope, receive, send)
+
+        await self._fleet.holds.run(id, run)
 
     def _name_host(self, send: Send) -> Send:
         """Add the header with the name of this host, unless the response is another host's."""
@@ -111,8 +136,12 @@ class FleetMiddleware:
         send: Send,
     ) -> None:
         body = await read_body(receive)
+        is_in_run = bool(get_plan_id(scope) or get_applied_run_id(scope))
+        if isinstance(route, Placed) and not is_in_run:
+            await self._placer.run(route, parameters, body, scope, receive, send)
+            return
         kind: Kind = "snapshot" if isinstance(route, Placed) else route.kind
-        ref = _find_ref(body, route.fields) if route.fields else parameters["ref"]
+        ref = find_ref(body, route.fields) if route.fields else parameters["ref"]
         if kind == "volume":
             ref = ref.partition("@")[0]
         if isinstance(route, AllHolders) and ref:
@@ -198,7 +227,8 @@ class FleetMiddleware:
                 yield piece
         finally:
             task.cancel()
-            await asyncio.gather(task, return_exceptions=True)
+            with anyio.CancelScope(shield=True):
+                await asyncio.gather(task, return_exceptions=True)
 
     async def _run_app(self, scope: Scope, receive: Receive, send: Send, queue: asyncio.Queue[bytes]) -> None:
         await self.app({**scope}, receive, send)
@@ -213,14 +243,3 @@ def _require_forwardable(scope: Scope, host: str) -> None:
             f"the object is on host {host!r}, but a {noun} covers only the host of its own gateway: open it at the "
             f"gateway of {host!r}"
         )
-
-
-def _find_ref(body: bytes, fields: tuple[str, ...]) -> str:
-    """Return the first of ``fields`` that a JSON body has, or "" if it has none. The route itself validates it."""
-    try:
-        data: Any = json.loads(body)
-    except (ValueError, RecursionError):
-        return ""
-    if not isinstance(data, dict):
-        return ""
-    return next((value for field in fields if isinstance(value := data.get(field), str)), "")

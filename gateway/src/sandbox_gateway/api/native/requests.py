@@ -21,10 +21,11 @@ from pydantic import (
 from sandbox_gateway.api.body import MAX_FORKS, TIMEOUT_FIELD, AnyRef, Body, Refusal, Seconds, Timeout
 from sandbox_gateway.api.dependencies import MAX_REF_LENGTH
 from sandbox_gateway.api.native.naming import to_json_name
+from sandbox_gateway.config import Config
 from sandbox_gateway.engine.dockerfiles import MAX_LENGTH as MAX_DOCKERFILE_LENGTH
 from sandbox_gateway.engine.image_steps import compile_steps
 from sandbox_gateway.engine.spec import ForkSpec, MountSpec
-from sandbox_gateway.errors import Invalid
+from sandbox_gateway.errors import Invalid, Unsupported
 from sandbox_gateway.image_references import MAX_LENGTH as MAX_IMAGE_LENGTH
 from sandbox_gateway.image_references import RegistryLogin, Transport, parse_image_reference
 from sandbox_gateway.recipes import Recipe, Source
@@ -208,6 +209,21 @@ class VolumeMount(NativeBody):
         return MountSpec(self.name, self.path, read_only=self.read_only, clone=self.clone)
 
 
+class Placement(NativeBody):
+    """The hosts of a fleet that may get the new sandboxes."""
+
+    host: Name | None = Field(None, description="Only this host, even if it is cordoned.")
+    labels: dict[str, str] = Field(
+        default_factory=dict, max_length=64, description="Only hosts that have all these labels."
+    )
+    strategy: Literal["local", "spread", "pack"] | None = Field(
+        None,
+        description="local: the gateway's own host, if it can. spread: evenly. pack: as few hosts as possible. Absent: "
+        "local for one sandbox, spread for several.",
+    )
+    anti_affinity: bool = Field(False, description="Each sandbox of the request on a host of its own.")
+
+
 class ForkBody(Sizes):
     """The fields of every request that creates sandboxes."""
 
@@ -227,6 +243,7 @@ class ForkBody(Sizes):
     lifecycle: Lifecycle | None = None
     auto_pause: bool = False
     auto_resume: AutoResume | None = None
+    placement: Placement | None = Field(None, description="Only in a fleet: which hosts get the sandboxes.")
     paused: bool = Field(False, description="Create it paused.")
     cold_start: bool = Field(False, description="Boot from the snapshot's disk, without its memory.")
     volume_mounts: list[VolumeMount] | None = Field(
@@ -234,6 +251,21 @@ class ForkBody(Sizes):
         max_length=MAX_MOUNTS,
         description="Absent or null: the mounts of the snapshot's source. An empty list: none.",
     )
+
+    def check_placement(self, config: Config, *, is_clone: bool = False) -> None:
+        """Raise Unsupported if the request has a placement that does not apply."""
+        if self.placement is None:
+            return
+        if config.fleet is None:
+            raise Unsupported(
+                "placement: not supported, because this gateway has only its own host ([fleet] in its configuration): "
+                "leave it out"
+            )
+        if is_clone:
+            raise Unsupported(
+                "placement: not supported, because the clones of a running sandbox stay on its host: leave it out, or "
+                "create a snapshot and fork that"
+            )
 
     def build_spec(self, **kwargs: Any) -> ForkSpec:
         network = self.network or Network()

@@ -41,6 +41,7 @@ async def create(
     idempotency_key: IdempotencyKey = "",
     operation: OperationId = "",
 ) -> shapes.SandboxShape:
+    body.check_placement(engine.config)
     origin, spec = get_template_or_snapshot(engine, body.template), body.build_create_spec(idempotency_key, operation)
     return view.describe_sandbox(await cancel_on_disconnect(request, engine.forks.create(origin.id, spec)))
 
@@ -270,7 +271,9 @@ async def clone(
     idempotency_key: IdempotencyKey = "",
     operation: OperationId = "",
 ) -> shapes.ForksShape:
-    spec = (body or requests.Fork()).build_fork_spec(idempotency_key, operation)
+    body = body or requests.Fork()
+    body.check_placement(engine.config, is_clone=True)
+    spec = body.build_fork_spec(idempotency_key, operation)
     return describe_forks(await cancel_on_disconnect(request, engine.forks.clone(ref, spec)), spec.names, view)
 
 
@@ -289,7 +292,9 @@ async def fork(
     idempotency_key: IdempotencyKey = "",
     operation: OperationId = "",
 ) -> list[shapes.ForkResultShape]:
-    spec = (body or requests.Fork()).build_fork_spec(idempotency_key, operation)
+    body = body or requests.Fork()
+    body.check_placement(engine.config, is_clone=True)
+    spec = body.build_fork_spec(idempotency_key, operation)
     forks = describe_forks(await cancel_on_disconnect(request, engine.forks.clone(ref, spec)), spec.names, view)
     return [
         *(shapes.ForkResultShape(sandbox=sandbox) for sandbox in forks.sandboxes),

@@ -160,6 +160,7 @@ async def fork(
     operation: OperationId = "",
 ) -> shapes.SandboxShape | shapes.ForksShape:
     body = body or requests.Fork()
+    body.check_placement(engine.config)
     spec = body.build_fork_spec(idempotency_key, operation)
     if not body.has_count_or_names:
         return view.describe_sandbox(await cancel_on_disconnect(request, engine.forks.create(ref, spec)))

@@ -1,0 +1,182 @@
+"""Let the right hosts create the sandboxes of a request."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from typing import Any
+
+from pydantic import ValidationError
+from starlette.datastructures import Headers
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from sandbox_gateway.api.body import MAX_FORKS
+from sandbox_gateway.api.fleet.forwarding import Forwarder, get_target
+from sandbox_gateway.api.fleet.local import replay, run_locally
+from sandbox_gateway.api.fleet.locator import Locator
+from sandbox_gateway.api.fleet.routes import Placed
+from sandbox_gateway.api.fleet.spreading import HOLD_HEADER, spread
+from sandbox_gateway.api.native.requests import Placement
+from sandbox_gateway.engine.commit_gate import commit_gate
+from sandbox_gateway.errors import NoSpace
+from sandbox_gateway.fleet.fleet import Fleet
+from sandbox_gateway.fleet.peers import Answer
+from sandbox_gateway.fleet.placement import Candidate, Strategy, Wishes, place
+from sandbox_gateway.fleet.records import Holder, describe_object
+
+
+class Placer:
+    def __init__(self, app: ASGIApp, fleet: Fleet, forwarder: Forwarder, locator: Locator) -> None:
+        self._app = app
+        self._fleet = fleet
+        self._forwarder = forwarder
+        self._locator = locator
+
+    async def run(
+        self, route: Placed, parameters: Mapping[str, str], body: bytes, scope: Scope, receive: Receive, send: Send
+    ) -> None:
+        """Carry out a request that creates sandboxes. An invalid one is left to this gateway's route to refuse."""
+        data = parse_object(body) if body else {}
+        wishes = data is not None and _parse_wishes(data)
+        ref = find_ref(body, route.fields) if route.fields else parameters["ref"]
+        holders = await self._list_holders(ref)
+        count = _count_sandboxes(data) if data is not None else 0
+        if data is None or not wishes or not holders or not count:
+            await self._app(scope, replay(body, receive), send)
+            return
+        candidates = [self._create_candidate(holder.host) for holder in sorted(holders, key=lambda each: each.host)]
+        shares = place(count, candidates, wishes, self._choose_local(scope, candidates))
+        if len(shares) == 1:
+            await self._run_on_one(data, candidates, wishes, body, scope, receive, send)
+            return
+
+        async def ask(host: str, share: bytes, id: str) -> Answer:
+            return await self._ask_for_share(host, share, id, scope, receive)
+
+        response = await spread(self._fleet, data, shares, self._forwarder.build_headers(scope), ask)
+        await response(scope, receive, send)
+
+    async def _list_holders(self, ref: str) -> list[Holder]:
+        """Return the hosts with the snapshot. If templates with this name differ, only those with the newest one."""
+        if not ref:
+            return []
+        holders = await self._locator.find_holders("snapshot", ref)
+        if own := self._locator.find_own_snapshot(ref):
+            record = describe_object(own)
+            if record is None:
+                return []
+            holders.append(Holder(self._fleet.name, record.kind, False, record.content, record.created_at))
+        if len({holder.content for holder in holders}) > 1:
+            newest = max(holders, key=lambda holder: (holder.created_at is not None, holder.created_at))
+            holders = [holder for holder in holders if holder.content == newest.content]
+        return holders
+
+    def _create_candidate(self, name: str) -> Candidate:
+        view = self._fleet.view
+        return Candidate(name, view.members.get(name), view.hosts.get(name), view.reserved_memory.get(name, 0))
+
+    def _choose_local(self, scope: Scope, candidates: Sequence[Candidate]) -> str:
+        """Return the host to prefer. Requests with the same idempotency key prefer the same one at every gateway."""
+        key = Headers(scope=scope).get("idempotency-key", "")
+        if not key:
+            return self._fleet.name
+        return max(candidates, key=lambda each: hashlib.sha256(f"{key} {each.name}".encode()).digest()).name
+
+    async def _run_on_one(
+        self,
+        data: Mapping[str, Any],
+        candidates: list[Candidate],
+        wishes: Wishes,
+        body: bytes,
+        scope: Scope,
+        receive: Receive,
+        send: Send,
+    ) -> None:
+        """Let one host create all sandboxes. If it has no room after all, try the next one."""
+        count = _count_sandboxes(data)
+        while True:
+            (host,) = place(count, candidates, wishes, self._choose_local(scope, candidates))
+            candidates = [candidate for candidate in candidates if candidate.name != host]
+            attempt = _Attempt(send, is_last=not self._can_place(count, candidates, wishes))
+            if host == self._fleet.name:
+                await self._app({**scope}, replay(body, receive), attempt.send)
+            else:
+                await self._forwarder.forward(host, scope, receive, attempt.send, body)
+            if not attempt.has_no_room:
+                return
+
+    def _can_place(self, count: int, candidates: Sequence[Candidate], wishes: Wishes) -> bool:
+        try:
+            return len(place(count, candidates, wishes, self._fleet.name)) == 1
+        except Exception:
+            return False
+
+    async def _ask_for_share(self, host: str, share: bytes, id: str, scope: Scope, receive: Receive) -> Answer:
+        headers = [
+            (name, value) for name, value in scope["headers"] if name not in (b"content-length", b"transfer-encoding")
+        ]
+        share_scope = {**scope, "headers": [*headers, (b"content-length", str(len(share)).encode())]}
+        if host != self._fleet.name:
+            forwarded = [*self._forwarder.build_headers(share_scope), (HOLD_HEADER.encode(), id.encode())]
+            target = get_target(scope)
+            return await self._fleet.peers.request(host, scope["method"], target, forwarded, share, seconds=None)
+        answers: list[Answer] = []
+
+        async def run(gate: Callable[[], Awaitable[None]]) -> None:
+            commit_gate.set(gate)
+            answers.append(await run_locally(self._app, share_scope, replay(share, receive), host))
+
+        await self._fleet.holds.run(id, run)
+        return answers[0]
+
+
+class _Attempt:
+    """Passes a response on, unless it says that the host has no room and there is another host to try."""
+
+    def __init__(self, send: Send, *, is_last: bool) -> None:
+        self._send = send
+        self._is_last = is_last
+        self.has_no_room = False
+
+    async def send(self, message: Message) -> None:
+        if message["type"] == "http.response.start":
+            self.has_no_room = message["status"] == NoSpace.status and not self._is_last
+        if not self.has_no_room:
+            await self._send(message)
+
+
+def parse_object(body: bytes) -> dict[str, Any] | None:
+    """Return a JSON object, or None if ``body`` is not one."""
+    try:
+        data = json.loads(body)
+    except (ValueError, RecursionError):
+        return None
+    return data if isinstance(data, dict) else None
+
+
+def find_ref(body: bytes, fields: tuple[str, ...]) -> str:
+    """Return the first of ``fields`` that a JSON body has, or "" if it has none. The route itself validates it."""
+    data = parse_object(body) or {}
+    return next((value for field in fields if isinstance(value := data.get(field), str)), "")
+
+
+def _parse_wishes(data: Mapping[str, Any]) -> Wishes | None:
+    """Return the placement of a request, or None if it is invalid."""
+    try:
+        placement = Placement.model_validate(data.get("placement") or {})
+    except ValidationError:
+        return None
+    default: Strategy = "local" if _count_sandboxes(data) == 1 else "spread"
+    return Wishes(placement.host or "", placement.labels, placement.strategy or default, placement.anti_affinity)
+
+
+def _count_sandboxes(data: Mapping[str, Any]) -> int:
+    """Return how many sandboxes a request creates, or 0 if that is invalid."""
+    names = data.get("names")
+    if names is not None:
+        return len(names) if isinstance(names, list) and len(names) <= MAX_FORKS else 0
+    count = data.get("count", data.get("n"))
+    if count is None:
+        return 1
+    return count if isinstance(count, int) and not isinstance(count, bool) and 1 <= count <= MAX_FORKS else 0

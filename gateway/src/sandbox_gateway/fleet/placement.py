@@ -1,0 +1,104 @@
+"""Choose hosts for new sandboxes: filters, then weights.
+
+This module only computes. The host that is chosen reserves the room itself, in the transaction that claims the names,
+and refuses (507) what does not fit; then the next host is tried.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Literal
+
+from sandbox_gateway.engine.room import MACHINE_START_BYTES
+from sandbox_gateway.errors import Conflict, NoSpace
+from sandbox_gateway.fleet.records import HostRecord, MemberRecord
+
+Strategy = Literal["local", "spread", "pack"]
+
+
+@dataclass(frozen=True)
+class Wishes:
+    """The placement that a request asks for."""
+
+    host: str = ""
+    labels: Mapping[str, str] = field(default_factory=dict)
+    strategy: Strategy = "local"
+    """local: this host, if it can, or else the one with the most free memory. spread: evenly. pack: few hosts."""
+    anti_affinity: bool = False
+    """Each sandbox of the request on a host of its own."""
+
+
+@dataclass(frozen=True)
+class Candidate:
+    name: str
+    member: MemberRecord | None
+    """None if the host's gateway does not run."""
+    host: HostRecord | None
+    reserved: int
+    """Memory, in bytes, that machines that are starting there will need."""
+
+    @property
+    def free_memory(self) -> int:
+        return self.member.load.memory_free - self.reserved if self.member else 0
+
+    def count_room(self) -> int:
+        """Return how many more machines the host can start."""
+        if self.member is None:
+            return 0
+        load = self.member.load
+        by_memory = (self.free_memory - load.memory_reserve) // MACHINE_START_BYTES
+        return max(0, min(by_memory, load.max_sandboxes - load.sandboxes))
+
+
+def place(count: int, candidates: Sequence[Candidate], wishes: Wishes, local: str) -> dict[str, int]:
+    """Return how many of ``count`` sandboxes each host gets.
+
+    ``candidates``: the hosts with the snapshot. ``local``: this host. Raises Conflict if no host fits the wishes, and
+    NoSpace if those that fit have no room; both name the reason for each host.
+    """
+    reasons = {candidate.name: _find_obstacle(candidate, wishes) for candidate in candidates}
+    suitable = [candidate for candidate in candidates if not reasons[candidate.name]]
+    if not suitable:
+        raise Conflict(f"no host can take the sandbox: {_describe(reasons)}. Change the placement, or the hosts")
+    rooms = {candidate.name: candidate.count_room() for candidate in suitable}
+    if wishes.anti_affinity:
+        rooms = {name: min(room, 1) for name, room in rooms.items()}
+    if sum(rooms.values()) < count:
+        reasons |= {name: f"room for {room}" for name, room in rooms.items()}
+        noun = "sandbox" if count == 1 else f"{count} sandboxes"
+        one_each = ", each on a host of its own" if wishes.anti_affinity else ""
+        raise NoSpace(
+            f"the hosts with the snapshot have no room for the {noun}{one_each}: {_describe(reasons)}. Delete or pause "
+            "sandboxes, or request fewer"
+        )
+    free = {candidate.name: candidate.free_memory for candidate in suitable}
+    shares: dict[str, int] = {}
+    for _ in range(count):
+        open_names = [name for name, room in rooms.items() if shares.get(name, 0) < room]
+        if wishes.strategy == "spread":
+            best = min(open_names, key=lambda name: (shares.get(name, 0), -free[name], name))
+        elif wishes.strategy == "pack":
+            best = min(open_names, key=lambda name: (free[name], name))
+        else:
+            best = min(open_names, key=lambda name: (name != local, -free[name], name))
+        shares[best] = shares.get(best, 0) + 1
+    return shares
+
+
+def _find_obstacle(candidate: Candidate, wishes: Wishes) -> str:
+    """Return why a host cannot be chosen, as a clause, or "" if it can."""
+    if wishes.host and candidate.name != wishes.host:
+        return "not the requested host"
+    if candidate.member is None:
+        return "its gateway does not run"
+    if candidate.host and candidate.host.cordoned and not wishes.host:
+        return "cordoned"
+    for key, value in wishes.labels.items():
+        if (actual := candidate.member.labels.get(key)) != value:
+            return f"its label {key!r} is {actual!r}" if actual else f"it has no label {key!r}"
+    return ""
+
+
+def _describe(reasons: Mapping[str, str]) -> str:
+    return ", ".join(f"{name} ({reason})" for name, reason in reasons.items() if reason)
