@@ -1,4 +1,4 @@
-"""Create the sandboxes of one request on several hosts: either all or none."""
+"""Create either all sandboxes of a request on several hosts, or none."""
 
 from __future__ import annotations
 

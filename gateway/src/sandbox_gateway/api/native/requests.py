@@ -259,11 +259,11 @@ class ForkBody(Sizes):
         if config.fleet is None:
             raise Unsupported(
                 "placement: not supported, because this gateway has only its own host ([fleet] in its configuration): "
-                "leave it out"
+                "omit this field"
             )
         if is_clone:
             raise Unsupported(
-                "placement: not supported, because the clones of a running sandbox stay on its host: leave it out, or "
+                "placement: not supported, because the clones of a running sandbox stay on its host: omit this field, or "
                 "create a snapshot and fork that"
             )
 
