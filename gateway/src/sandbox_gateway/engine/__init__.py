@@ -5,8 +5,7 @@ groups each group uses.
 
 * Shared state: ``context``; ``index``, ``creation_order`` and ``id_groups``, ``names``, ``events``, ``secret``;
   ``durations`` measures operations; ``record_changes`` and ``volume_records`` save changed records; ``own_changes``
-  counts the changes of a run. In a fleet, ``claims`` reserves names beyond this host, and ``commit_gate`` delays the
-  commit of forks on several hosts.
+  counts the changes of a run. In a fleet, ``claims`` reserves names beyond this host; ``commit_gate`` delays commits.
 * Prerequisites of the primitives:
     * locks: ``locking``, ``keyed_locks``.
     * users of objects: ``references`` finds them, ``in_use`` creates the errors that name them.

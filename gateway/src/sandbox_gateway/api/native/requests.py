@@ -263,8 +263,8 @@ class ForkBody(Sizes):
             )
         if is_clone:
             raise Unsupported(
-                "placement: not supported, because the clones of a running sandbox stay on its host: omit this field, or "
-                "create a snapshot and fork that"
+                "placement: not supported, because the clones of a running sandbox stay on its host: omit this field, "
+                "or create a snapshot and fork that"
             )
 
     def build_spec(self, **kwargs: Any) -> ForkSpec:
