@@ -100,12 +100,20 @@ ROUTES: dict[tuple[str, str], RouteClass] = {
     ("DELETE", "/applied-runs/{id}"): Local(),
     # New objects that need nothing of other hosts
     ("POST", "/snapshots/import"): Local(),
+    ("GET", "/interrupted-imports"): Local(),
+    ("DELETE", "/interrupted-imports/{id}"): Local(),
+    ("POST", "/snapshots/pull"): Local(),
+    ("POST", "/templates/pull"): Local(),
     ("POST", "/volumes/import"): Local(),
     ("POST", "/templates"): Local(),
     ("POST", "/v3/templates"): Local(),
     ("POST", "/v1/snapshots"): Local(),
     ("POST", "/volumes"): ByBody("volume", ("fromSnapshot",)),
     ("PUT", "/build-files/{digest}"): ByQuery("host"),
+    # Registries, with the credentials of the gateway
+    ("GET", "/artifacts"): Local(),
+    ("GET", "/transfers/{transfer}"): Local(),
+    ("DELETE", "/transfers/{transfer}"): Local(),
     # New sandboxes
     ("POST", "/sandboxes"): Placed(("templateID",)),
     ("POST", "/v2/sandboxes"): Placed(("templateID",)),
@@ -119,6 +127,7 @@ ROUTES: dict[tuple[str, str], RouteClass] = {
     ("GET", "/volumes"): Merged("createdAt", "name"),
     ("GET", "/v1/sandboxes"): Merged("created_at_unix", "id", is_paged=False),
     ("GET", "/v1/snapshots"): Merged("created_at_unix", "id", is_paged=False),
+    ("GET", "/transfers"): Merged("startedAt", "transferID", is_paged=False),
     ("GET", "/lineage"): Merged("", "", is_paged=False, root_parameter="root"),
     ("GET", "/events"): MergedStream(),
     # Sandboxes
@@ -151,6 +160,7 @@ ROUTES: dict[tuple[str, str], RouteClass] = {
     # Snapshots
     ("GET", "/snapshots/{ref}"): _SNAPSHOT,
     ("GET", "/snapshots/{ref}/export"): _SNAPSHOT,
+    ("POST", "/snapshots/{ref}/push"): _SNAPSHOT,
     ("POST", "/snapshots/{ref}/prewarm"): AllHolders("snapshot"),
     ("DELETE", "/snapshots/{ref}"): AllHolders("snapshot"),
     ("GET", "/v1/snapshots/{ref}/info"): _SNAPSHOT,
@@ -163,6 +173,7 @@ ROUTES: dict[tuple[str, str], RouteClass] = {
     ("GET", "/templates/aliases/{ref}"): _TEMPLATE,
     ("PUT", "/templates/{ref}/alias"): AllHolders("template"),
     ("GET", "/templates/{ref}/tags"): _TEMPLATE,
+    ("POST", "/templates/{ref}/push"): _TEMPLATE,
     ("POST", "/templates/tags"): AllHolders("template", ("target",)),
     ("DELETE", "/templates/tags"): AllHolders("template", ("name",)),
     ("POST", "/v2/templates/{ref}/builds/{build}"): _TEMPLATE,
