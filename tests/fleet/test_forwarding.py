@@ -11,12 +11,15 @@ import ssl
 import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import httpx
 import pytest
+from websockets.exceptions import ConnectionClosed
 
 from sandbox_gateway.api.fleet.routes import ROUTES, AllHolders, ByBody, ByObject
+from sandbox_gateway.fleet import peers
 from tests.api.inside import AGENT_PORT, PORT, make_port_headers, make_port_headers_with_host, make_port_host
 from tests.api.memory_gateway import ADMIN_KEY, EXEC_KEY, READ_KEY
 from tests.api.test_websocket import open_websocket, recording_service
@@ -78,6 +81,7 @@ class Objects:
         return re.sub(r"{(\w+)}", lambda match: names[match[1]], path)
 
     def make_body(self, route: tuple[str, str]) -> dict[str, Any]:
+        _, path = route
         if route == ("POST", "/templates/tags"):
             return {"target": self.names["template"], "tags": ["tag"]}
         if route == ("DELETE", "/templates/tags"):
@@ -88,6 +92,8 @@ class Objects:
             return {"snapshotID": self.names["snapshot"]}
         if route == ("POST", "/sandboxes/{ref}/volumes"):
             return {"name": self.names["volume"], "path": "/more"}
+        if path.endswith("/push"):
+            return {"reference": f"127.0.0.1:1/env:{self.names['snapshot']}"}
         if route == ("POST", "/volumes"):
             return {"fromSnapshot": f"{self.names['volume']}@mark"}
         return _BODIES.get(route, {})
@@ -345,6 +351,45 @@ def test_a_host_that_is_down_is_named(world: World) -> None:
         assert client.get("/echo", headers=make_port_headers(sandbox)).status_code == 503
 
 
+def test_a_host_that_hangs_does_not_keep_its_clients_waiting(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(peers, "_PROBE_SECONDS", 1.0)
+    one, two = pair
+    objects = Objects(two)
+    failures: dict[str, str] = {}
+
+    def stream() -> None:
+        with (
+            one.client(EXEC_KEY) as client,
+            client.stream("GET", "/stream", headers=make_port_headers(objects.sandbox)) as response,
+        ):
+            try:
+                for line in response.iter_lines():
+                    if line == "tick 2":
+                        two.gateway.loop.call_soon_threadsafe(time.sleep, 12)
+            except httpx.TransportError as error:
+                failures["stream"] = type(error).__name__
+
+    with (
+        recording_service(two.gateway, objects.sandbox),
+        ThreadPoolExecutor(1) as threads,
+        open_websocket(one.gateway, objects.sandbox, subprotocols=None) as connection,
+    ):
+        started_at = time.monotonic()
+        streaming = threads.submit(stream)
+        time.sleep(2)
+        with one.client() as client:
+            refused = client.post(f"/sandboxes/{objects.names['sandbox']}/exec", json={"args": ["exit", "0"]})
+        assert (refused.status_code, refused.json()["kind"]) == (503, "unavailable")
+        assert "h2" in refused.json()["message"]
+        streaming.result()
+        assert failures == {"stream": "RemoteProtocolError"}, "the client notices that the response is not complete"
+        with pytest.raises(ConnectionClosed):
+            connection.recv(timeout=10)
+        assert connection.close_code == 1012 and "no longer answers" in (connection.close_reason or "")
+        assert time.monotonic() - started_at < 11
+    wait_until(lambda: one.list_running_members() == ["h1", "h2"])
+
+
 def test_forwarding_works_while_etcd_is_away(world: World) -> None:
     one, two = world.start("h1", "h2")
     two.gateway.build_template()
@@ -380,14 +425,3 @@ def _request_upload(host: FleetHost, template: str) -> str:
     assert response.status_code == 201, response.text
     url: str = response.json()["url"]
     return url
-
-
-def test_a_plan_session_refuses_objects_of_other_hosts(pair: Pair) -> None:
-    one, two = pair
-    objects = Objects(two)
-    plan = one.post("/plans", {"run": "a-run-of-a-test-1"}, 200)["planID"]
-    with one.client() as client:
-        refused = client.get(f"/plans/{plan}/sandboxes/{objects.names['sandbox']}")
-        assert refused.status_code == 400
-        assert "a plan session covers only the host of its own gateway" in refused.json()["message"]
-        assert {each["sandboxHost"] for each in client.get(f"/plans/{plan}/sandboxes").json()} <= {"h1"}

@@ -39,7 +39,10 @@ class FleetHost:
         return self._gateway
 
     def start(self, *, in_fleet: bool = True) -> None:
-        sections = {"fleet": self.create_section()} if in_fleet else {}
+        address = self._world.registry
+        sections: dict[str, Any] = {"registry": {"allowed": [address], "plain_http": [address]}}
+        if in_fleet:
+            sections["fleet"] = self.create_section()
         self._gateway = MemoryGateway(self._root, self.host, **sections)
 
     def create_section(self) -> dict[str, Any]:
@@ -87,6 +90,8 @@ class World:
     def __init__(self, root: Path, etcd: Etcd, get_certificate: Callable[[str], Certificate]) -> None:
         self.root = root
         self.etcd = etcd
+        self.registry = "127.0.0.1:1"
+        """The registry to which the gateways may push. By default, none answers there."""
         self.get_certificate = get_certificate
         self.hosts: list[FleetHost] = []
 

@@ -23,6 +23,9 @@ class Claims(Protocol):
     def require_free(self, names: Iterable[str]) -> None:
         """Raise NameTaken if a name is known to be in use. Does not wait, so that a later claim may still fail."""
 
+    def require_claimable(self, claims: Sequence[Claim]) -> None:
+        """Raise NameTaken like ``require_free``, except for the names of copies of the objects."""
+
     def held(self, claims: Sequence[Claim], *, may_be_late: bool = False) -> AbstractAsyncContextManager[None]:
         """Claim names inside this context. Names that no object of the index has at its end are released.
 
@@ -37,6 +40,27 @@ class LocalClaims:
     def require_free(self, names: Iterable[str]) -> None:
         pass
 
+    def require_claimable(self, claims: Sequence[Claim]) -> None:
+        pass
+
     @contextlib.asynccontextmanager
     async def held(self, claims: Sequence[Claim], *, may_be_late: bool = False) -> AsyncIterator[None]:
+        yield
+
+
+class PlannedClaims:
+    """The claims of a plan session, which only checks the names."""
+
+    def __init__(self, claims: Claims) -> None:
+        self._claims = claims
+
+    def require_free(self, names: Iterable[str]) -> None:
+        self._claims.require_free(names)
+
+    def require_claimable(self, claims: Sequence[Claim]) -> None:
+        self._claims.require_claimable(claims)
+
+    @contextlib.asynccontextmanager
+    async def held(self, claims: Sequence[Claim], *, may_be_late: bool = False) -> AsyncIterator[None]:
+        self._claims.require_claimable(claims)
         yield

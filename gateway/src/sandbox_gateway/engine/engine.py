@@ -9,7 +9,7 @@ from sandbox_gateway.engine.agents import Agents
 from sandbox_gateway.engine.attachments import Attachments
 from sandbox_gateway.engine.build_files import BuildFiles
 from sandbox_gateway.engine.captures import Captures
-from sandbox_gateway.engine.claims import Claims
+from sandbox_gateway.engine.claims import Claims, PlannedClaims
 from sandbox_gateway.engine.collector import Collector
 from sandbox_gateway.engine.commands import Commands
 from sandbox_gateway.engine.context import Context
@@ -105,6 +105,11 @@ class Engine:
     def use_claims(self, claims: Claims) -> None:
         """Claim names with ``claims`` from now on, instead of only in the index."""
         self._context.claims = claims
+
+    def follow_fleet(self, engine: Engine) -> None:
+        """Check names and trust signers as ``engine`` does, of which this is the copy of a plan session."""
+        self._context.claims = PlannedClaims(engine._context.claims)
+        self.transfers.list_fleet_signers = engine.transfers.list_fleet_signers
 
     async def open(self) -> None:
         """Lock the host, scan it, and complete or undo operations that a crash interrupted."""

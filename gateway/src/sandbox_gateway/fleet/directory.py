@@ -24,6 +24,7 @@ from sandbox_gateway.engine.room import MACHINE_START_BYTES
 from sandbox_gateway.errors import Busy, GatewayError, NameTaken, NoSpace
 from sandbox_gateway.fleet import store as etcd
 from sandbox_gateway.fleet.keys import Keys
+from sandbox_gateway.fleet.lookups import Lookups
 from sandbox_gateway.fleet.membership import Membership
 from sandbox_gateway.fleet.records import Holder, ObjectRecord, describe_object
 from sandbox_gateway.fleet.store import (
@@ -66,6 +67,7 @@ class Directory:
         self._keys = keys
         self._view = view
         self._membership = membership
+        self._lookups = Lookups(store, keys)
         self._published: dict[str, _Published] = {}
         """By name or id."""
         self._refs: dict[str, set[str]] = {}
@@ -90,6 +92,9 @@ class Directory:
         self._view.object_listeners.append(self._check_conflicts)
         self._membership.join_listeners.append(self._mark_claims_changed)
 
+    async def close(self) -> None:
+        await self._lookups.close()
+
     def list_conflicts(self) -> list[str]:
         """Return a sentence for each name or id that an object of this host and one of another host have."""
         for ref, host in [*self._conflicts]:
@@ -101,17 +106,14 @@ class Directory:
         """Return the hosts with an object that has this name or id; ask etcd if the view does not know it (yet)."""
         if holders := self._view.find_holders(ref, kinds):
             return holders
-        if not ref or "/" in ref:
-            return ()
-        try:
-            entries, _ = await self._store.load(self._keys.holders(ref))
-        except GatewayError:
-            return ()
-        holders = tuple(self._parse_holder(ref, entry) for entry in entries)
+        entries = await self._lookups.find(ref)
+        holders = tuple(holder for entry in entries if (holder := self._parse_holder(ref, entry)))
         return tuple(holder for holder in holders if not kinds or holder.kind in kinds)
 
-    def _parse_holder(self, ref: str, entry: Entry) -> Holder:
-        record = ObjectRecord.parse(entry.value)
+    def _parse_holder(self, ref: str, entry: Entry) -> Holder | None:
+        """Return the holder that a key describes, or None if it cannot be read, like a value of a newer release."""
+        if (record := ObjectRecord.try_parse(entry.value)) is None:
+            return None
         host = entry.key.rpartition("/")[2]
         return Holder(host, record.kind, record.id == ref, record.content, record.created_at)
 
@@ -119,6 +121,17 @@ class Directory:
 
     def require_free(self, names: Iterable[str]) -> None:
         if taken := {name: holders for name in names if (holders := self._find_others(name))}:
+            raise _create_name_taken_error(taken)
+
+    def require_claimable(self, claims: Sequence[Claim]) -> None:
+        taken: dict[str, list[Holder]] = {}
+        for claim in claims:
+            record = describe_object(claim.record)
+            own = record and Holder(self._membership.name, record.kind, False, record.content)
+            for name in claim.names:
+                if others := [each for each in self._find_others(name) if not (own and own.may_share_name(each))]:
+                    taken[name] = others
+        if taken:
             raise _create_name_taken_error(taken)
 
     def _find_others(self, ref: str) -> list[Holder]:
@@ -230,6 +243,8 @@ class Directory:
         for entry in entries:
             ref = entry.key.removeprefix(self._keys.objects).rpartition("/")[0]
             holder, record = self._parse_holder(ref, entry), records[owners[ref]]
+            if holder is None:
+                holder = Holder(entry.key.rpartition("/")[2], "object", is_id=False)
             own = record and Holder(self._membership.name, record.kind, False, record.content)
             if holder.host != self._membership.name and not (own and own.may_share_name(holder)):
                 taken.setdefault(ref, []).append(holder)
@@ -261,7 +276,9 @@ class Directory:
             if entry.key.startswith(self._keys.objects):
                 ref, _, host = entry.key.removeprefix(self._keys.objects).rpartition("/")
                 if host == self._membership.name:
-                    owner = ObjectRecord.parse(entry.value).id
+                    # A value that cannot be read gets an owner that does not exist, so that it is replaced or deleted.
+                    record = ObjectRecord.try_parse(entry.value)
+                    owner = record.id if record else f"unreadable {ref}"
                     self._set_published(ref, _Published(owner, entry.value, is_claim=entry.lease != 0))
         for ref, published in claims.items():
             self._set_published(ref, published)
@@ -286,6 +303,11 @@ class Directory:
                     await self._publish([id for id in self._changed_ids if not self._claimed_ids[id]])
             except GatewayError as error:
                 log.warning("changes could not be published", count=len(self._changed_ids), reason=error.message)
+                await asyncio.sleep(_RETRY_SECONDS)
+                self._change.set()
+            except Exception:
+                # Without this task, no change would ever be published.
+                log.error("changes could not be published", exc_info=True)
                 await asyncio.sleep(_RETRY_SECONDS)
                 self._change.set()
 
@@ -366,7 +388,8 @@ class Directory:
         for other in self._find_conflicting_holders(ref):
             if (ref, other.host) in self._conflicts:
                 continue
-            own_kind = ObjectRecord.parse(self._published[ref].value).kind
+            record = ObjectRecord.try_parse(self._published[ref].value)
+            own_kind = record.kind if record else "object"
             sentence = (
                 f"the {own_kind.replace('_', ' ')} {ref!r} of host {self._membership.name} has the same name as a "
                 f"{other.kind.replace('_', ' ')} of host {other.host}: rename or remove one of them. Until then, each "
@@ -381,7 +404,9 @@ class Directory:
         published = self._published.get(ref)
         if published is None or published.is_claim:
             return []
-        record = ObjectRecord.parse(published.value)
+        record = ObjectRecord.try_parse(published.value)
+        if record is None:
+            return []
         own = Holder(self._membership.name, record.kind, False, record.content)
         return [other for other in self._find_others(ref) if not own.may_share_name(other)]
 

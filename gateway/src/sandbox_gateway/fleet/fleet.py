@@ -46,6 +46,7 @@ class Fleet:
         """Join the fleet, after the engine has been opened. Raises Invalid or Conflict if it cannot be joined."""
         await self.membership.join()
         self.directory.attach()
+        self._engine.transfers.list_fleet_signers = self._list_signers
         self._background.start(self.membership.keep_alive())
         self._background.start(self.view.follow())
         self._background.start(self.directory.publish_changes())
@@ -53,8 +54,12 @@ class Fleet:
     async def close(self) -> None:
         await self._background.cancel()
         await self.membership.leave()
+        await self.directory.close()
         await self.peers.close()
         self._store.close()
+
+    def _list_signers(self) -> list[str]:
+        return [host.signer for host in self.view.hosts.values() if host.signer]
 
     def _report_member(self, name: str, is_member: bool) -> None:
         if name != self.name:

@@ -89,6 +89,9 @@ class Membership:
                 if self.refusal is None:
                     log.error("the gateway cannot join its fleet", reason=error.message)
                 self.refusal = error
+            except Exception:
+                # Such as a value in etcd that cannot be read. Without this task, the membership would end.
+                log.error("the membership could not be renewed", exc_info=True)
 
     async def leave(self) -> None:
         """End the lease, so that the others notice at once."""
@@ -172,9 +175,13 @@ class Membership:
     async def _register(self) -> None:
         """Reserve the name of this host for good."""
         key = self._keys.host(self.name)
-        value = HostRecord(host_id=self._host_id).dump()
+        transfers = self._engine.transfers
+        signer = transfers.get_signer().fingerprint if self._engine.host.abilities.transfer else ""
+        value = HostRecord(host_id=self._host_id, signer=signer).dump()
         outcome = await self._store.transact([etcd.is_absent(key)], [etcd.put(key, value)], [etcd.read(key)])
-        owner = None if outcome.succeeded else HostRecord.parse(outcome.entries[0].value)
+        # The key is a prefix of the keys of other hosts.
+        records = [HostRecord.parse(entry.value) for entry in outcome.entries if entry.key == key]
+        owner = records[0] if records else None
         if owner is not None and owner.host_id != self._host_id:
             member = self._view.members.get(self.name)
             location = f" at {member.address}" if member else ""
@@ -182,6 +189,8 @@ class Membership:
                 f"another host{location} is {self.name!r} in this fleet: choose another fleet.name, or, if that host "
                 f"will not come back, remove it with DELETE /fleet/hosts/{self.name}"
             )
+        if owner is not None and owner.signer != signer:
+            await self._store.put(key, owner.model_copy(update={"signer": signer}).dump())
 
     async def _write_record(self) -> None:
         record = await self._describe()

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import socket
 import ssl
-from collections.abc import AsyncIterator, Sequence
-from dataclasses import dataclass
+from collections.abc import AsyncIterator, Iterator, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import anyio
@@ -19,6 +20,9 @@ from sandbox_gateway.fleet.view import View
 _CONNECT_SECONDS = 4.0
 _ANSWER_SECONDS = 20.0
 """Maximum time for a short request that this gateway sends for itself."""
+_PROBE_SECONDS = 5.0
+"""How often a host that carries out a request is asked whether it still answers, and how long that may take."""
+_MAX_FAILED_PROBES = 2
 _MAX_ANSWER_BYTES = 64 << 20
 _SOCKET_OPTIONS = [
     (socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1),
@@ -45,6 +49,12 @@ class Answer:
     body: bytes
 
 
+@dataclass(frozen=True)
+class _Watch:
+    task: asyncio.Future[None]
+    futures: set[asyncio.Future[None]] = field(default_factory=set)
+
+
 class Peers:
     def __init__(self, view: View, tls: ssl.SSLContext) -> None:
         self._view = view
@@ -55,6 +65,8 @@ class Peers:
             limits=httpx.Limits(max_connections=None, max_keepalive_connections=256, keepalive_expiry=30),
             socket_options=_SOCKET_OPTIONS,
         )
+        self._watches: dict[str, _Watch] = {}
+        """The hosts that carry out requests at the moment."""
 
     async def close(self) -> None:
         await self._transport.aclose()
@@ -72,6 +84,41 @@ class Peers:
     def split_address(self, host: str) -> tuple[str, int]:
         name, _, port = self.get_member(host).address.rpartition(":")
         return name.strip("[]"), int(port)
+
+    @contextlib.contextmanager
+    def watched(self, host: str) -> Iterator[asyncio.Future[None]]:
+        """Yield a future that is done when the gateway of a host has stopped answering.
+
+        A request may take as long as it wants, such as the capture of a large memory. But a gateway that hangs, or a
+        host whose network is gone, must not keep its clients waiting. etcd does not matter for this.
+        """
+        watch = self._watches.get(host)
+        if watch is None:
+            watch = self._watches[host] = _Watch(asyncio.ensure_future(self._probe(host)))
+        future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        watch.futures.add(future)
+        try:
+            yield future
+        finally:
+            watch.futures.discard(future)
+            future.cancel()
+            if not watch.futures:
+                self._watches.pop(host).task.cancel()
+
+    async def _probe(self, host: str) -> None:
+        failure_count = 0
+        while True:
+            await asyncio.sleep(_PROBE_SECONDS)
+            try:
+                async with asyncio.timeout(_PROBE_SECONDS):
+                    await self.request(host, "GET", b"/health", [])
+                failure_count = 0
+            except (HostUnavailable, TimeoutError):
+                failure_count += 1
+            if failure_count >= _MAX_FAILED_PROBES:
+                for future in [*self._watches[host].futures]:
+                    if not future.done():
+                        future.set_result(None)
 
     @contextlib.asynccontextmanager
     async def open(
@@ -120,7 +167,34 @@ class Peers:
         *,
         seconds: float | None = _ANSWER_SECONDS,
     ) -> Answer:
-        """Send a request to a host, and return its whole response. Raises HostUnavailable."""
+        """Send a request to a host, and return its whole response. Raises HostUnavailable.
+
+        ``seconds``: how long the host may stay silent; None: as long as its gateway answers other requests.
+        """
+        exchange = self._exchange(host, method, target, headers, body, seconds)
+        if seconds is not None:
+            return await exchange
+        with self.watched(host) as silence:
+            task = asyncio.ensure_future(exchange)
+            try:
+                tasks: set[asyncio.Future[Any]] = {task, silence}
+                await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+                if not task.done():
+                    raise self.create_silence_error(host)
+                return task.result()
+            finally:
+                task.cancel()
+                await asyncio.wait({task})
+
+    async def _exchange(
+        self,
+        host: str,
+        method: str,
+        target: bytes,
+        headers: Sequence[tuple[bytes, bytes]],
+        body: bytes | None,
+        seconds: float | None,
+    ) -> Answer:
         try:
             async with self.open(host, method, target, headers, body, seconds=seconds) as response:
                 assert isinstance(response.stream, httpx.AsyncByteStream)
@@ -135,6 +209,13 @@ class Peers:
                 return Answer(host, response.status_code, response.headers, b"".join(pieces))
         except httpx.TransportError as error:
             raise self.create_error(host, error) from None
+
+    @staticmethod
+    def create_silence_error(host: str) -> HostUnavailable:
+        return HostUnavailable(
+            f"the gateway of host {host!r} no longer answers. It may still complete the request: check the result "
+            "before you repeat it"
+        )
 
     def create_error(self, host: str, error: Any) -> HostUnavailable:
         if isinstance(error, httpx.ConnectTimeout | httpx.ReadTimeout | httpx.WriteTimeout):

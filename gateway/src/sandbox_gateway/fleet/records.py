@@ -24,6 +24,14 @@ class _Value(BaseModel):
         """Raises ValueError."""
         return cls.model_validate_json(data)
 
+    @classmethod
+    def try_parse(cls, data: bytes) -> Self | None:
+        """Return None if the value cannot be read."""
+        try:
+            return cls.parse(data)
+        except ValueError:
+            return None
+
 
 class FleetRecord(_Value):
     """The settings that all members must agree on."""
@@ -41,6 +49,8 @@ class HostRecord(_Value):
     """A random id that the host keeps on its disk."""
     cordoned: bool = False
     """It gets no new sandboxes by placement."""
+    signer: str = ""
+    """The fingerprint of the key with which it signs exported and pushed snapshots. Empty: it cannot export any."""
 
 
 class Load(_Value):

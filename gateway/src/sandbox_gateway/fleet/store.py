@@ -53,7 +53,7 @@ _REASONS = {
     "Connection reset": "it has closed the connection, perhaps because it does not trust the client certificate",
     "Failed to resolve": "unknown host name",
 }
-"""What the texts of failures contain, and what it means."""
+"""Parts of the texts of failures, and their meanings."""
 
 log = Logger("etcd")
 # It would log each retry of a connection.
@@ -143,6 +143,8 @@ class Store:
         self._endpoints = [*endpoints]
         self._tls = tls
         self._threads = ThreadPoolExecutor(_MAX_CONCURRENT_REQUESTS, thread_name_prefix="etcd")
+        self._lease_threads = ThreadPoolExecutor(1, thread_name_prefix="etcd-lease")
+        """A membership must not end because many other requests wait."""
         self._local = threading.local()
         self._preferred = 0
         """The endpoint that answered last."""
@@ -154,7 +156,8 @@ class Store:
         return self._away_since is not None
 
     def close(self) -> None:
-        self._threads.shutdown(wait=False, cancel_futures=True)
+        for threads in (self._threads, self._lease_threads):
+            threads.shutdown(wait=False, cancel_futures=True)
 
     # -- requests ---------------------------------------------------------------------------------------------------
 
@@ -195,16 +198,16 @@ class Store:
 
     async def renew_lease(self, lease: int) -> bool:
         """Renew a lease. Returns False if it has ended."""
-        data = await self._request("/lease/keepalive", {"ID": lease})
+        data = await self._request("/lease/keepalive", {"ID": lease}, self._lease_threads)
         return int(data.get("result", {}).get("TTL", 0)) > 0
 
     async def revoke_lease(self, lease: int) -> None:
         """End a lease, and delete its keys."""
         await self._request("/lease/revoke", {"ID": lease})
 
-    async def _request(self, path: str, body: Mapping[str, Any]) -> Any:
+    async def _request(self, path: str, body: Mapping[str, Any], threads: ThreadPoolExecutor | None = None) -> Any:
         loop = asyncio.get_running_loop()
-        return await loop.run_in_executor(self._threads, self._send, path, body)
+        return await loop.run_in_executor(threads or self._threads, self._send, path, body)
 
     def _send(self, path: str, body: Mapping[str, Any]) -> Any:
         """Send a request to the endpoints, one after the other, until one answers."""

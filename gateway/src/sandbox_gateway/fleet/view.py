@@ -61,6 +61,10 @@ class View:
                 if self.is_current:
                     log.warning("the view of the fleet is no longer current", reason=error.message)
                 self.is_current = False
+            except Exception:
+                # Without this task, the gateway would never see another change.
+                log.error("the view of the fleet is no longer current", exc_info=True)
+                self.is_current = False
             await asyncio.sleep(_RETRY_SECONDS)
 
     # -- queries ----------------------------------------------------------------------------------------------------

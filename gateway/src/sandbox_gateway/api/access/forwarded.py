@@ -19,6 +19,10 @@ from sandbox_gateway.api.errors import REQUEST_ID_KEY
 CALLER_HEADER = "x-sandbox-gateway-caller"
 REQUEST_HEADER = "x-sandbox-gateway-request"
 """The header with the id of a request, between gateways."""
+HOLD_HEADER = "x-sandbox-gateway-hold"
+"""The header, between gateways, with the id of the fork whose share a request creates."""
+INTERNAL_HEADERS = frozenset({CALLER_HEADER, REQUEST_HEADER, HOLD_HEADER})
+"""The headers that only gateways send to each other. Those of a client are removed."""
 _CLIENT_REQUEST_HEADER = "x-request-id"
 _FORWARDED_KEY = "sandbox_gateway.forwarded"
 _REQUEST_ID_PATTERN = re.compile(r"[A-Za-z0-9._-]{1,64}")

@@ -22,7 +22,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from websockets.exceptions import InvalidHandshake
 
 from sandbox_gateway.api.access import auth
-from sandbox_gateway.api.access.forwarded import CALLER_HEADER, REQUEST_HEADER
+from sandbox_gateway.api.access.forwarded import INTERNAL_HEADERS
 from sandbox_gateway.api.access.ports import (
     AGENT_PORTS,
     SECRET_HEADERS,
@@ -57,7 +57,7 @@ _ID_HEADER, _PORT_HEADER = "e2b-sandbox-id", "e2b-sandbox-port"
 _RESUME_HEADER = "x-sandbox-auto-resume"
 # E2B's client (2.26) also sends both headers with POST /sandboxes/ID/connect. The agent has none of these paths.
 _CONTROL_PLANE_PATH_PATTERN = re.compile(r"/(?:v2/)?(?:sandboxes|snapshots|templates|volumes)(?:/|$)")
-_OWN_HEADERS = SECRET_HEADERS | {_ID_HEADER, _PORT_HEADER, _RESUME_HEADER, CALLER_HEADER, REQUEST_HEADER}
+_OWN_HEADERS = SECRET_HEADERS | {_ID_HEADER, _PORT_HEADER, _RESUME_HEADER} | INTERNAL_HEADERS
 _DROPPED_REQUEST_HEADERS = HOP_BY_HOP_HEADERS | _OWN_HEADERS | {"expect", "host"}
 # uvicorn adds its own date. `Alt-Svc` would redirect clients to other ports at the gateway's address.
 _DROPPED_RESPONSE_HEADERS = HOP_BY_HOP_HEADERS | {"date", "alt-svc"}

@@ -261,11 +261,18 @@ async def connect(
 class Tunnel:
     """A tunnel that forwards fragments between a client (ASGI) and a connection that ``connect`` opened."""
 
-    def __init__(self, receive: Receive, send: Send, end_future: asyncio.Future[None]) -> None:
-        """Create a tunnel. ``end_future``: done when the service's machine ends."""
+    def __init__(
+        self,
+        receive: Receive,
+        send: Send,
+        end_future: asyncio.Future[None],
+        end_reason: str = "the sandbox was rolled back, paused or removed",
+    ) -> None:
+        """Create a tunnel. ``end_future``: done when the service's machine ends, for the reason ``end_reason``."""
         self._receive = receive
         self._send = send
         self._end_future = end_future
+        self._end_reason = end_reason
         self._next_message_future: asyncio.Future[Message] | None = None
         self._has_client_left = False
         """Whether the client has closed the connection or disconnected."""
@@ -305,7 +312,7 @@ class Tunnel:
             tasks = {to_service_task, to_client_task}
             await asyncio.wait({*tasks, self._end_future}, return_when=asyncio.FIRST_COMPLETED)
             if self._end_future.done():
-                await self._close(_SERVICE_RESTART, "the sandbox was rolled back, paused or removed")
+                await self._close(_SERVICE_RESTART, self._end_reason)
             elif self._has_client_left:
                 await to_service_task
             else:

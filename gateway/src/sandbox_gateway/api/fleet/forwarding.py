@@ -11,12 +11,13 @@ from urllib.parse import quote
 
 import httpx
 from starlette.datastructures import Headers
-from starlette.types import Receive, Scope, Send
+from starlette.types import Message, Receive, Scope, Send
 from websockets.exceptions import InvalidHandshake
 
 from sandbox_gateway.api.access.auth import Keys, identify
 from sandbox_gateway.api.access.forwarded import (
     CALLER_HEADER,
+    INTERNAL_HEADERS,
     REQUEST_HEADER,
     assign_request_id,
     format_caller,
@@ -31,11 +32,14 @@ from sandbox_gateway.api.data_plane.streams import (
     run_unless_interrupted,
 )
 from sandbox_gateway.fleet.peers import Peers
+from sandbox_gateway.log import Logger
 
 HOST_HEADER = b"x-sandbox-host"
 """The header that names the host that has carried out a request."""
-_REPLACED_HEADERS = frozenset({"x-api-key", "expect", CALLER_HEADER, REQUEST_HEADER})
+_REPLACED_HEADERS = INTERNAL_HEADERS | {"x-api-key", "expect"}
 _RESPONSE_HEADERS_OF_THE_SERVER = frozenset({"date", "server", HOST_HEADER.decode()})
+
+log = Logger("fleet")
 
 RawHeaders = list[tuple[bytes, bytes]]
 
@@ -55,9 +59,21 @@ class Forwarder:
         stream = RequestBody(receive, self._stalled_seconds, has_body=body is None and has_body(Headers(scope=scope)))
         if body is not None:
             stream.fully_read_event.set()
-        # Without a machine that could end, the request lasts until either side ends it.
-        never: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        await run_unless_interrupted(self._exchange(host, scope, send, stream, body), stream, never)
+        has_started = False
+
+        async def send_started(message: Message) -> None:
+            nonlocal has_started
+            has_started = True
+            await send(message)
+
+        with self.peers.watched(host) as silence:
+            exchange = self._exchange(host, scope, send_started, stream, body)
+            if await run_unless_interrupted(exchange, stream, silence):
+                return
+        if not has_started:
+            raise self.peers.create_silence_error(host)
+        # Returning before the response is complete makes uvicorn close the client's connection.
+        log.warning("a forwarded response has ended early, because the host no longer answers", host=host)
 
     async def _exchange(self, host: str, scope: Scope, send: Send, stream: RequestBody, body: bytes | None) -> None:
         content: httpx.AsyncByteStream | bytes | None = body
@@ -78,10 +94,16 @@ class Forwarder:
             await send({"type": "http.response.body", "body": b"", "more_body": False})
 
     async def _forward_websocket(self, host: str, scope: Scope, receive: Receive, send: Send) -> None:
+        with self.peers.watched(host) as silence:
+            await self._tunnel(host, scope, receive, send, silence)
+
+    async def _tunnel(
+        self, host: str, scope: Scope, receive: Receive, send: Send, silence: asyncio.Future[None]
+    ) -> None:
         headers = self.build_headers(scope)
         address, port = self.peers.split_address(host)
         client_host = Headers(scope=scope).get("host", "")
-        tunnel = websocket.Tunnel(receive, send, asyncio.get_running_loop().create_future())
+        tunnel = websocket.Tunnel(receive, send, silence, f"the gateway of host {host} no longer answers")
         connection_task = asyncio.ensure_future(
             websocket.connect(
                 address,
@@ -104,7 +126,9 @@ class Forwarder:
             return
         except (OSError, InvalidHandshake) as error:
             raise self.peers.create_error(host, error) from None
-        assert connection is not None and connection.response is not None
+        if connection is None:
+            raise self.peers.create_silence_error(host)
+        assert connection.response is not None
         response_headers = _build_response_headers(_encode(connection.response.headers.raw_items()), host)
         accepted_headers = [
             pair for pair in response_headers if lowercase_name(pair[0]) not in websocket.HANDSHAKE_HEADERS

@@ -31,6 +31,9 @@ class FleetHostShape(Shape):
     disk_free_bytes: int
     sandboxes: int
     max_sandboxes: int
+    signer: str | None = Field(
+        description="Fingerprint of the key with which it signs exported and pushed snapshots. The fleet trusts it."
+    )
 
 
 class FleetShape(Shape):
@@ -90,4 +93,5 @@ def _describe_host(fleet: Fleet, name: str) -> FleetHostShape:
         disk_free_bytes=load.disk_free,
         sandboxes=load.sandboxes,
         max_sandboxes=load.max_sandboxes,
+        signer=(host.signer if host else "") or None,
     )

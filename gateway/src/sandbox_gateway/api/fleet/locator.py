@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import Callable, Mapping
+from typing import Literal
 from urllib.parse import quote
 
 from sandbox_gateway.api.dependencies import MAX_REF_LENGTH
@@ -19,8 +20,12 @@ from sandbox_gateway.fleet.records import Holder
 from sandbox_gateway.records import Snapshot
 
 KNOWS_PATH = "/fleet/knows/"
-"""A path that only gateways request from each other: `/fleet/knows/KIND/REF` asks whether a host has an object."""
+"""A path that only gateways request from each other: `/fleet/knows/KIND/REF` asks whether a host has an object.
+
+KIND may also be `transfer`.
+"""
 _ASK_SECONDS = 5.0
+_MAX_KNOWN_TRANSFERS = 1000
 _KINDS: Mapping[Kind, tuple[str, ...]] = {
     "sandbox": ("sandbox",),
     "snapshot": ("snapshot", "template"),
@@ -33,14 +38,17 @@ class Locator:
     def __init__(self, fleet: Fleet, engine: Engine) -> None:
         self._fleet = fleet
         self._engine = engine
-        self._finders: Mapping[Kind, Callable[[str], object]] = {
+        self._transfer_hosts: dict[str, str] = {}
+        """Where transfers were found, oldest first."""
+        self._finders: Mapping[Kind | Literal["transfer"], Callable[[str], object]] = {
+            "transfer": engine.artifacts.get_transfer,
             "sandbox": engine.index.get_sandbox,
             "snapshot": engine.index.get_snapshot,
             "template": self._get_template_or_build,
             "volume": engine.index.get_volume,
         }
 
-    def is_here(self, kind: Kind, ref: str) -> bool:
+    def is_here(self, kind: Kind | Literal["transfer"], ref: str) -> bool:
         """Return whether this host has an object with this name or id."""
         try:
             self._finders[kind](ref)
@@ -75,7 +83,7 @@ class Locator:
             return self._fleet.name
         holders = await self.find_holders(kind, ref)
         if not holders:
-            return await self._ask_for_build(ref, headers) if kind == "template" else self._fleet.name
+            return await self._find_build(ref, headers) if kind == "template" else self._fleet.name
         first, *others = sorted(holders, key=self._rank)
         if any(not first.may_share_name(other) for other in others):
             hosts = ", ".join(sorted(holder.host for holder in holders))
@@ -99,21 +107,48 @@ class Locator:
         age = -holder.created_at.timestamp() if holder.created_at else 0.0
         return holder.host not in self._fleet.view.members, age, holder.host
 
-    async def _ask_for_build(self, ref: str, headers: RawHeaders) -> str:
+    async def _find_build(self, ref: str, headers: RawHeaders) -> str:
         """Return the host that is building a template, which is not in the directory yet, or this host."""
-        target = f"{KNOWS_PATH}template/{quote(ref, safe='')}".encode()
+        host, _ = await self._ask_others("template", ref, headers)
+        return host or self._fleet.name
+
+    async def find_transfer_host(self, id: str, headers: RawHeaders) -> str:
+        """Return the host of a push or a pull, or this host if none knows it.
+
+        Raises HostUnavailable if none knows it, but not all hosts have answered.
+        """
+        if not 0 < len(id) <= MAX_REF_LENGTH or self.is_here("transfer", id):
+            return self._fleet.name
+        host = self._transfer_hosts.get(id, "")
+        if host in self._fleet.view.members:
+            return host
+        found_host, silent_hosts = await self._ask_others("transfer", id, headers)
+        if not found_host and (silent_hosts or host):
+            raise HostUnavailable(
+                f"the transfer {id!r} is not known here, and these hosts do not answer: "
+                f"{', '.join(silent_hosts or [host])}. Try again later"
+            )
+        if found_host:
+            self._transfer_hosts[id] = found_host
+            if len(self._transfer_hosts) > _MAX_KNOWN_TRANSFERS:
+                del self._transfer_hosts[next(iter(self._transfer_hosts))]
+        return found_host or self._fleet.name
+
+    async def _ask_others(self, kind: str, ref: str, headers: RawHeaders) -> tuple[str, list[str]]:
+        """Return the other host that knows an object, or "", and the hosts that did not answer."""
+        target = f"{KNOWS_PATH}{kind}/{quote(ref, safe='')}".encode()
         others = sorted(self._fleet.view.members.keys() - {self._fleet.name})
 
-        async def ask(host: str) -> bool:
+        async def ask(host: str) -> bool | None:
             try:
-                return (
-                    await self._fleet.peers.request(host, "GET", target, headers, seconds=_ASK_SECONDS)
-                ).status == 204
+                answer = await self._fleet.peers.request(host, "GET", target, headers, seconds=_ASK_SECONDS)
             except HostUnavailable:
-                return False
+                return None
+            return answer.status == 204
 
-        answers = await asyncio.gather(*map(ask, others))
-        return next((host for host, knows in zip(others, answers, strict=True) if knows), self._fleet.name)
+        answers = dict(zip(others, await asyncio.gather(*map(ask, others)), strict=True))
+        found_host = next((host for host, knows in answers.items() if knows), "")
+        return found_host, [host for host, knows in answers.items() if knows is None]
 
     def answer(self, path: str) -> bool:
         """Return the answer to a request of another gateway whose path begins with KNOWS_PATH."""

@@ -45,7 +45,8 @@ async def merge_lists(
 ) -> Response:
     """Return the merged lists of all hosts. ``local`` returns the list of this host.
 
-    If a host refuses the request, its response is returned, because the others would refuse it, too.
+    If a host refuses the request, its response is returned, because the others would refuse it, too. Raises
+    HostUnavailable if the list is about one name, whose host does not answer: an empty list would say that it is free.
     """
     others = sorted(fleet.view.members.keys() - {fleet.name})
     requests = [local(), *(fleet.peers.request(host, "GET", target, headers, seconds=_LIST_SECONDS) for host in others)]
@@ -63,11 +64,18 @@ async def merge_lists(
             answers.append(result)
     if refusal := next((answer for answer in answers if answer.status != 200), None):
         return _convert_to_response(refusal)
+    query = parse_qs(target.partition(b"?")[2].decode("latin-1"))
+    if missing and (name := query.get("name", [""])[-1]):
+        if silent_hosts := missing & {each.host for each in fleet.view.find_holders(name, route.kinds)}:
+            raise HostUnavailable(
+                f"{name!r} is on host {', '.join(sorted(silent_hosts))}, whose gateway does not answer: start it, or "
+                "try again later"
+            )
+        missing = set()
     lists = [_List(json.loads(answer.body), NEXT_TOKEN_HEADER in answer.headers) for answer in answers]
     response_headers = {MISSING_HEADER: ",".join(sorted(missing))} if missing else {}
     if not route.time:
         return JSONResponse([entry for each in lists for entry in each.entries], headers=response_headers)
-    query = parse_qs(target.partition(b"?")[2].decode("latin-1"))
     entries, next_token = _merge_pages(route, lists, query)
     if next_token:
         response_headers[NEXT_TOKEN_HEADER] = next_token

@@ -16,24 +16,25 @@ from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from sandbox_gateway.api.access.auth import get_applied_run_id, get_plan_id
-from sandbox_gateway.api.access.forwarded import assign_request_id, is_forwarded
+from sandbox_gateway.api.access.forwarded import HOLD_HEADER, assign_request_id, is_forwarded
 from sandbox_gateway.api.fleet.forwarding import HOST_HEADER, Forwarder, get_target
 from sandbox_gateway.api.fleet.local import read_body, replay, run_locally
 from sandbox_gateway.api.fleet.locator import KNOWS_PATH, Locator
 from sandbox_gateway.api.fleet.merging import merge_events, merge_lists
-from sandbox_gateway.api.fleet.placing import Placer, find_ref
+from sandbox_gateway.api.fleet.placing import Placer, find_ref, parse_object
 from sandbox_gateway.api.fleet.routes import (
     AllHolders,
     ByBody,
     ByObject,
     ByQuery,
+    ByTransfer,
     Kind,
     Merged,
     MergedStream,
     Placed,
     find_route,
 )
-from sandbox_gateway.api.fleet.spreading import HOLD_HEADER, HOLDS_PATH
+from sandbox_gateway.api.fleet.spreading import HOLDS_PATH
 from sandbox_gateway.engine.commit_gate import commit_gate
 from sandbox_gateway.errors import NotFound, Unsupported
 from sandbox_gateway.fleet.fleet import Fleet
@@ -99,7 +100,9 @@ class FleetMiddleware:
     async def _dispatch(self, scope: Scope, receive: Receive, send: Send) -> None:
         route, parameters = find_route(scope["method"], scope["path"])
         is_in_run = bool(get_plan_id(scope) or get_applied_run_id(scope))
-        if isinstance(route, ByObject):
+        if isinstance(route, ByTransfer):
+            await self._run_by_transfer(parameters["transfer"], scope, receive, send)
+        elif isinstance(route, ByObject):
             await self._run_by_object(route.kind, parameters[route.parameter], scope, receive, send)
         elif isinstance(route, ByQuery):
             query = parse_qs(scope.get("query_string", b"").decode("latin-1"))
@@ -107,7 +110,7 @@ class FleetMiddleware:
             await self._run_on(host if host in self._fleet.view.hosts else self._fleet.name, scope, receive, send)
         elif isinstance(route, ByBody | AllHolders | Placed):
             await self._run_by_body(route, parameters, scope, receive, send)
-        elif isinstance(route, Merged) and not is_in_run:
+        elif isinstance(route, Merged):
             await self._run_merged(route, scope, receive, send)
         elif isinstance(route, MergedStream) and not is_in_run:
             await self._run_merged_stream(scope, receive, send)
@@ -118,6 +121,13 @@ class FleetMiddleware:
 
     async def _run_by_object(self, kind: Kind, ref: str, scope: Scope, receive: Receive, send: Send) -> None:
         host = await self._locator.find_host(kind, ref, self._forwarder.build_headers(scope))
+        await self._run_on(host, scope, receive, send)
+
+    async def _run_by_transfer(self, id: str, scope: Scope, receive: Receive, send: Send) -> None:
+        host = self._fleet.name
+        # The transfers of a plan session are not real.
+        if not get_plan_id(scope):
+            host = await self._locator.find_transfer_host(id, self._forwarder.build_headers(scope))
         await self._run_on(host, scope, receive, send)
 
     async def _run_on(self, host: str, scope: Scope, receive: Receive, send: Send, body: bytes | None = None) -> None:
@@ -137,7 +147,9 @@ class FleetMiddleware:
     ) -> None:
         body = await read_body(receive)
         is_in_run = bool(get_plan_id(scope) or get_applied_run_id(scope))
-        if isinstance(route, Placed) and not is_in_run:
+        if isinstance(route, Placed) and is_in_run:
+            _require_no_placement(scope, body)
+        elif isinstance(route, Placed):
             await self._placer.run(route, parameters, body, scope, receive, send)
             return
         kind: Kind = "snapshot" if isinstance(route, Placed) else route.kind
@@ -236,10 +248,24 @@ class FleetMiddleware:
 
 
 def _require_forwardable(scope: Scope, host: str) -> None:
-    """Raise Unsupported for a request of a plan session or an applied run, which know only one host."""
-    noun = "plan session" if get_plan_id(scope) else "run" if get_applied_run_id(scope) else ""
-    if noun:
+    """Raise Unsupported if a request of a plan session or an applied run changes an object of another host.
+
+    Reading is possible: what a run does not change is what it is.
+    """
+    if (noun := _describe_run(scope)) and scope["method"] != "GET":
         raise Unsupported(
-            f"the object is on host {host!r}, but a {noun} covers only the host of its own gateway: open it at the "
-            f"gateway of {host!r}"
+            f"the object is on host {host!r}, but a {noun} can change only the host of its own gateway: use the "
+            f"gateway of {host!r} for this task"
         )
+
+
+def _require_no_placement(scope: Scope, body: bytes) -> None:
+    if (parse_object(body) or {}).get("placement") is not None:
+        raise Unsupported(
+            f"placement: not supported in a {_describe_run(scope)}, whose sandboxes are all on the host of its own "
+            "gateway: omit this field, or use the gateway of the host that you want"
+        )
+
+
+def _describe_run(scope: Scope) -> str:
+    return "plan session" if get_plan_id(scope) else "run that applies a plan" if get_applied_run_id(scope) else ""

@@ -11,15 +11,16 @@ from pydantic import ValidationError
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from sandbox_gateway.api.access.forwarded import HOLD_HEADER
 from sandbox_gateway.api.body import MAX_FORKS
 from sandbox_gateway.api.fleet.forwarding import Forwarder, get_target
 from sandbox_gateway.api.fleet.local import replay, run_locally
 from sandbox_gateway.api.fleet.locator import Locator
 from sandbox_gateway.api.fleet.routes import Placed
-from sandbox_gateway.api.fleet.spreading import HOLD_HEADER, spread
+from sandbox_gateway.api.fleet.spreading import spread
 from sandbox_gateway.api.native.requests import Placement
 from sandbox_gateway.engine.commit_gate import commit_gate
-from sandbox_gateway.errors import NoSpace
+from sandbox_gateway.errors import GatewayError, NoSpace, Unsupported
 from sandbox_gateway.fleet.fleet import Fleet
 from sandbox_gateway.fleet.peers import Answer
 from sandbox_gateway.fleet.placement import Candidate, Strategy, Wishes, place
@@ -50,6 +51,12 @@ class Placer:
         if len(shares) == 1:
             await self._run_on_one(data, candidates, wishes, body, scope, receive, send)
             return
+
+        if "idempotency-key" in Headers(scope=scope):
+            raise Unsupported(
+                "Idempotency-Key: not supported for sandboxes on several hosts: omit the header and use names, or "
+                "choose one host with placement.host"
+            )
 
         async def ask(host: str, share: bytes, id: str) -> Answer:
             return await self._ask_for_share(host, share, id, scope, receive)
@@ -109,7 +116,7 @@ class Placer:
     def _can_place(self, count: int, candidates: Sequence[Candidate], wishes: Wishes) -> bool:
         try:
             return len(place(count, candidates, wishes, self._fleet.name)) == 1
-        except Exception:
+        except GatewayError:
             return False
 
     async def _ask_for_share(self, host: str, share: bytes, id: str, scope: Scope, receive: Receive) -> Answer:

@@ -27,6 +27,11 @@ class ByObject:
 
 
 @dataclass(frozen=True)
+class ByTransfer:
+    """Carried out by the host that runs a push or a pull, which only that host knows."""
+
+
+@dataclass(frozen=True)
 class ByBody:
     """Carried out by the host of the object that a field of the body names; here, if there is no such field."""
 
@@ -67,6 +72,8 @@ class Merged:
     is_paged: bool = True
     root_parameter: str = ""
     """A parameter of the query. If it names an object, only its host is asked."""
+    kinds: tuple[Kind, ...] = ()
+    """The kinds of objects in the list, if the query can name one of them."""
 
 
 @dataclass(frozen=True)
@@ -74,7 +81,7 @@ class MergedStream:
     """The events of all hosts."""
 
 
-RouteClass = Local | ByObject | ByBody | ByQuery | AllHolders | Placed | Merged | MergedStream
+RouteClass = Local | ByObject | ByTransfer | ByBody | ByQuery | AllHolders | Placed | Merged | MergedStream
 
 _SANDBOX, _SNAPSHOT = ByObject("sandbox"), ByObject("snapshot")
 _TEMPLATE, _VOLUME = ByObject("template"), ByObject("volume")
@@ -112,19 +119,19 @@ ROUTES: dict[tuple[str, str], RouteClass] = {
     ("PUT", "/build-files/{digest}"): ByQuery("host"),
     # Registries, with the credentials of the gateway
     ("GET", "/artifacts"): Local(),
-    ("GET", "/transfers/{transfer}"): Local(),
-    ("DELETE", "/transfers/{transfer}"): Local(),
+    ("GET", "/transfers/{transfer}"): ByTransfer(),
+    ("DELETE", "/transfers/{transfer}"): ByTransfer(),
     # New sandboxes
     ("POST", "/sandboxes"): Placed(("templateID",)),
     ("POST", "/v2/sandboxes"): Placed(("templateID",)),
     ("POST", "/snapshots/{ref}/fork"): Placed(),
     ("POST", "/v1/sandboxes"): Placed(("snapshot_tag",)),
     # Lists
-    ("GET", "/sandboxes"): Merged("createdAt", "sandboxID"),
-    ("GET", "/v2/sandboxes"): Merged("createdAt", "sandboxID"),
-    ("GET", "/snapshots"): Merged("createdAt", "snapshotID"),
-    ("GET", "/templates"): Merged("createdAt", "templateID"),
-    ("GET", "/volumes"): Merged("createdAt", "name"),
+    ("GET", "/sandboxes"): Merged("createdAt", "sandboxID", kinds=("sandbox",)),
+    ("GET", "/v2/sandboxes"): Merged("createdAt", "sandboxID", kinds=("sandbox",)),
+    ("GET", "/snapshots"): Merged("createdAt", "snapshotID", kinds=("snapshot",)),
+    ("GET", "/templates"): Merged("createdAt", "templateID", kinds=("template",)),
+    ("GET", "/volumes"): Merged("createdAt", "name", kinds=("volume",)),
     ("GET", "/v1/sandboxes"): Merged("created_at_unix", "id", is_paged=False),
     ("GET", "/v1/snapshots"): Merged("created_at_unix", "id", is_paged=False),
     ("GET", "/transfers"): Merged("startedAt", "transferID", is_paged=False),

@@ -15,10 +15,8 @@ from sandbox_gateway.errors import GatewayError
 from sandbox_gateway.fleet.fleet import Fleet
 from sandbox_gateway.fleet.peers import Answer
 
-HOLD_HEADER = "x-sandbox-gateway-hold"
-"""The header, between gateways, with the id of the fork whose share a request creates."""
 HOLDS_PATH = "/fleet/holds/"
-"""`GET /fleet/holds/ID` waits until a share runs, and `POST /fleet/holds/ID` lets it be committed."""
+"""`GET /fleet/holds/ID` waits until a share runs, and `POST /fleet/holds/ID` commits it."""
 _POLL_SECONDS = 0.05
 _RELEASE_SECONDS = 20.0
 

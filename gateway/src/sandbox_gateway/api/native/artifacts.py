@@ -28,11 +28,11 @@ async def show_artifact(
 ) -> shapes.ArtifactShape:
     """Read the manifest and the config, whose signature is valid, with the configured credentials.
 
-    `trusted` says whether this gateway has pushed the artifact.
+    `trusted` says whether this gateway, or another host of its fleet, has pushed the artifact.
     """
     _require_admin(request)
     artifact = await cancel_on_disconnect(request, engine.artifacts.inspect(reference))
-    return shapes.describe_artifact(artifact, engine.transfers.get_signer().fingerprint)
+    return shapes.describe_artifact(artifact, trusted=engine.transfers.is_trusted(artifact.signer))
 
 
 @router.post(

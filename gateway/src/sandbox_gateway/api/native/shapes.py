@@ -650,8 +650,8 @@ def describe_interrupted_import(interrupted_import: InterruptedImport) -> Interr
     )
 
 
-def describe_artifact(artifact: Artifact, own_fingerprint: str) -> ArtifactShape:
-    """Return the shape of an artifact. ``own_fingerprint``: the fingerprint of this gateway's key."""
+def describe_artifact(artifact: Artifact, *, trusted: bool) -> ArtifactShape:
+    """Return the shape of an artifact. ``trusted``: whether this gateway can pull it without a fingerprint."""
     manifest = artifact.contents.manifest
     return ArtifactShape(
         reference=str(artifact.reference),
@@ -662,7 +662,7 @@ def describe_artifact(artifact: Artifact, own_fingerprint: str) -> ArtifactShape
         description=manifest.description,
         memory=manifest.has_memory,
         signer=artifact.signer,
-        trusted=artifact.signer == own_fingerprint,
+        trusted=trusted,
         release=manifest.release,
         backend=manifest.host_kind,
         size_bytes=artifact.size,

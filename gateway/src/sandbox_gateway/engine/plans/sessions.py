@@ -167,6 +167,7 @@ class PlanSessions:
         host = PlannedHost(self._engine, recent_captures, charge)
         engine = Engine(host, self._engine.config, index=self._engine.index.copy(), agents_class=PlannedAgents)
         engine.secret.key = self._engine.secret.key
+        engine.follow_fleet(self._engine)
         engine.templates.copy_builds(self._engine.templates)
         return engine
 

@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from datetime import datetime
 from typing import TYPE_CHECKING, Literal, TypeVar
 
+from sandbox_gateway.engine.claims import Claim
 from sandbox_gateway.engine.collector import Collector
 from sandbox_gateway.engine.context import Context
 from sandbox_gateway.engine.durations import measured, set_memory_mode
@@ -339,8 +340,9 @@ class Artifacts:
             transfer.finish()
             self._add_transfer(transfer)
         else:
+            # Raise NameTaken now rather than in the background.
             with self._names_reserved(pull, is_template=is_template):
-                pass  # Raise NameTaken now rather than in the background.
+                self._context.claims.require_claimable([Claim(pull.snapshot, pull.names)])
             self._add_transfer(transfer)
             self._start(transfer, self._pull(transfer, pull, login, is_template=is_template))
         return transfer
@@ -376,8 +378,9 @@ class Artifacts:
         blobs = {layer.digest for layer in pull.layers.values()}
         with self._transfers.slot_held(), self._names_reserved(pull, is_template=is_template):
             try:
-                with self._kept_blobs.used(blobs):
-                    await self._create_snapshot(transfer, pull, login, is_planned=is_planned)
+                async with self._transfers.names_claimed(snapshot, [] if is_template else pull.names):
+                    with self._kept_blobs.used(blobs):
+                        await self._create_snapshot(transfer, pull, login, is_planned=is_planned)
             except BaseException:
                 if snapshot.id in self._index.snapshots:
                     # It was cancelled when the snapshot was being committed, which is too late.

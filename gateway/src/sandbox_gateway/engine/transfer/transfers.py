@@ -11,13 +11,14 @@ import contextlib
 import os
 from array import array
 from collections import deque
-from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iterable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Literal, TypeVar
 
 from sandbox_gateway import __version__
 from sandbox_gateway.control_characters import remove_control_characters
+from sandbox_gateway.engine.claims import Claim
 from sandbox_gateway.engine.collector import Collector
 from sandbox_gateway.engine.context import Context
 from sandbox_gateway.engine.durations import measured, set_memory_mode
@@ -66,6 +67,8 @@ class Transfers:
         self._room = room
         self._active_count = 0
         self.interrupted_imports = InterruptedImports(context)
+        self.list_fleet_signers: Callable[[], Collection[str]] = tuple
+        """Returns the fingerprints of the other hosts of a fleet, whose files and artifacts are trusted, too."""
 
     def get_signer(self) -> Signer:
         """Return the key with which this gateway signs files. Raises Unsupported."""
@@ -168,13 +171,16 @@ class Transfers:
 
             async with self._room.reserved_for_import(disk_bytes, memory_bytes) as pending_import:
                 with self._index.reserved(snapshot.names):
+                    # Report a name that is taken before an interrupted import is used up.
+                    self._context.claims.require_claimable([Claim(snapshot, snapshot.names)])
                     target = await self.interrupted_imports.begin(
                         snapshot, manifest, sizes, file.signer, authentic=file.decoder.has_signed_chunks
                     )
                     try:
-                        if not head_only:
-                            await _write_chunks(file, target, sizes, pending_import)
-                        await self.commit_import(snapshot, target)
+                        async with self.names_claimed(snapshot, snapshot.names):
+                            if not head_only:
+                                await _write_chunks(file, target, sizes, pending_import)
+                            await self.commit_import(snapshot, target)
                     except BaseException as error:
                         if snapshot.id not in self._index.snapshots:
                             # A rest that does not fit, or is damaged, is no reason to lose what has arrived before.
@@ -187,6 +193,10 @@ class Transfers:
         if not head_only:
             log.info("imported", snapshot=snapshot.id, signer=file.signer, release=manifest.release)
         return snapshot
+
+    def names_claimed(self, snapshot: Snapshot, names: Sequence[str]) -> contextlib.AbstractAsyncContextManager[None]:
+        """Claim the names of a snapshot that arrives; see ``Claims.held``."""
+        return self._context.claims.held([Claim(snapshot, names)], may_be_late=not names)
 
     async def commit_import(self, snapshot: Snapshot, target: ImportTarget) -> None:
         """Commit a snapshot whose parts were written to ``target`` and whose names are reserved."""
@@ -237,9 +247,10 @@ class Transfers:
                 with self._index.reserved([volume.name]):
                     target = await self._host.begin_volume_import(volume, part.name, part.size)
                     try:
-                        if not head_only:
-                            await _write_chunks(file, target, [part.name], pending_import)
-                        await finish_despite_cancellation(commit(target))
+                        async with self._context.claims.held([Claim(volume, [volume.name])]):
+                            if not head_only:
+                                await _write_chunks(file, target, [part.name], pending_import)
+                            await finish_despite_cancellation(commit(target))
                     except BaseException:
                         if volume.id not in self._index.volumes:
                             await target.discard()
@@ -262,12 +273,16 @@ class Transfers:
             manifest = await _read_manifest(decoder, batches)
             yield _OpenFile(decoder, batches, manifest, self.require_trusted(decoder.public_key, trusted_fingerprints))
 
+    def is_trusted(self, fingerprint: str) -> bool:
+        """Return whether this gateway, or another host of its fleet, has signed with the key with this fingerprint."""
+        return fingerprint == self.get_signer().fingerprint or fingerprint in self.list_fleet_signers()
+
     def require_trusted(self, public_key: bytes, trusted_fingerprints: Collection[str]) -> str:
         """Return the fingerprint of the signer. Raises Untrusted if it is unknown."""
         from sandbox_gateway.engine.transfer.signing import compute_fingerprint
 
         fingerprint = compute_fingerprint(public_key)
-        if fingerprint not in {self.get_signer().fingerprint, *trusted_fingerprints}:
+        if fingerprint not in trusted_fingerprints and not self.is_trusted(fingerprint):
             raise Untrusted(
                 f"the snapshot is signed with the key {fingerprint}, which is not this gateway's. Compare the "
                 "fingerprint with the output of `sandboxctl snapshot signer` on the gateway that exported or pushed "
