@@ -124,6 +124,7 @@ options:
     description:
       - If V(true), an unreachable gateway or a Jinja template that cannot be evaluated is an error.
       - If V(false), it causes a warning, and the inventory contains the hosts of the other gateways.
+      - The same applies to a host of a fleet that does not answer the fleet's gateway.
 extends_documentation_fragment:
   - constructed
   - inventory_cache
@@ -239,6 +240,15 @@ class InventoryModule(BaseInventoryPlugin, Constructable, Cacheable):
         """Decrypt a value of the inventory file, or evaluate its Jinja template. The file is as trusted as a play."""
         return str(self.templar.template(value)) if isinstance(value, str) else str(value or "")
 
+    def _report_missing_hosts(self, source: _Source) -> None:
+        message = (
+            f"the inventory lacks the sandboxes of these hosts behind gateway {source.gateway.name}, because they do "
+            f"not answer: {', '.join(source.missing_hosts)}"
+        )
+        if self.get_option("strict"):
+            raise AnsibleParserError(message)
+        self.display.warning(message)
+
     def _find_sandboxes(self, sources: list[_Source], cache_key: str, cache: bool) -> dict[str, list[dict[str, Any]]]:
         """Return the sandboxes of each gateway, using the cache if it is enabled."""
         is_cache_enabled = self.get_option("cache")
@@ -255,6 +265,9 @@ class InventoryModule(BaseInventoryPlugin, Constructable, Cacheable):
                 if self.get_option("strict"):
                     raise AnsibleParserError(message) from None
                 self.display.warning(message)
+                continue
+            if source.missing_hosts:
+                self._report_missing_hosts(source)
         # Another run must not find sandboxes that exist only in the plan of this run.
         if is_cache_enabled and uncached_sources and not any(source.is_planned for source in uncached_sources):
             self._cache[cache_key] = sandboxes_by_gateway
@@ -297,7 +310,8 @@ class InventoryModule(BaseInventoryPlugin, Constructable, Cacheable):
 class _Source:
     """One gateway in the inventory file. ``cache_key`` identifies its sandboxes in the cache.
 
-    ``is_planned``: whether the sandboxes were observed in a plan session.
+    ``is_planned``: whether the sandboxes were observed in a plan session. ``missing_hosts``: the hosts of a fleet that
+    did not answer.
     """
 
     def __init__(self, entry: dict[str, Any], evaluate: Any, directory: Path) -> None:
@@ -315,6 +329,7 @@ class _Source:
         self._timeout = float(entry.get("timeout") or 30)
         self.cache_key = f"{self.gateway.name} {self.gateway.url}"
         self.is_planned = False
+        self.missing_hosts: list[str] = []
 
     def observe(self) -> list[dict[str, Any]]:
         """Return the gateway's sandboxes, as they are in this run's plan session if there is one. Raises Failure."""
@@ -322,7 +337,10 @@ class _Source:
         client = Client(gateway.url, gateway.read_key(), gateway.ca_path, gateway.validate_certs, self._timeout)
         try:
             self.is_planned = enter_session(client)
-            return _inventory.observe(client)
+            client.accepts_incomplete_lists = True
+            sandboxes = _inventory.observe(client)
+            self.missing_hosts = sorted(client.missing_hosts)
+            return sandboxes
         finally:
             client.close()
 

@@ -144,6 +144,9 @@ class Client:
         """False in a plan session if the same key may not make the session's changes."""
         self.known_objects: dict[str, Any] = {}
         """The last state of each object that this client has read, by path; None if the object does not exist."""
+        self.accepts_incomplete_lists = False
+        """Whether ``list_all`` only notes the hosts of a fleet that did not answer, in ``missing_hosts``."""
+        self.missing_hosts: set[str] = set()
         self.requested_paths: set[str] = set()
         """The keys of ``known_objects`` that were requested alone and not in a list."""
 
@@ -260,10 +263,16 @@ class Client:
         self.requested_paths.clear()
 
     def list_all(self, path: str, **query: Any) -> Iterator[Any]:
-        """Yield all entries of a list, requesting one page at a time."""
+        """Yield all entries of a list, requesting one page at a time.
+
+        Raises Failure if hosts of a fleet did not answer, unless ``accepts_incomplete_lists``: whoever takes a sandbox
+        that is not in the list for missing would create it again, or report it as removed.
+        """
         page_token = ""
         while True:
             response = self.call("GET", path, query={**query, "limit": PAGE_SIZE, "nextToken": page_token})
+            if missing_hosts := response.headers.get("x-sandbox-hosts-missing", ""):
+                self._note_missing_hosts(path, missing_hosts)
             is_part_of_object = path.count("/") > 1  # such as the snapshots of a volume
             if is_part_of_object and not page_token:
                 self._remember(path, response.data)
@@ -276,6 +285,15 @@ class Client:
                 return
             if page_token == previous_token:
                 raise self._create_not_a_gateway_error(f"GET {path}", "it returned the same page twice")
+
+    def _note_missing_hosts(self, path: str, hosts: str) -> None:
+        if not self.accepts_incomplete_lists:
+            raise Failure(
+                f"the list {path} is not complete, because these hosts of the fleet do not answer: {hosts}. Start "
+                "their gateways, or remove hosts that will not come back with DELETE /fleet/hosts/NAME",
+                "unavailable",
+            )
+        self.missing_hosts.update(hosts.split(","))
 
     def post(self, path: str, body: dict[str, Any] | None = None) -> Any:
         return self.call("POST", path, body=body or {}).data

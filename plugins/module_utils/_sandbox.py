@@ -172,9 +172,35 @@ def observe(client: Client, want: DesiredState) -> CurrentState:
     if want.state == "absent":
         return CurrentState(resources, client.now())
     source = find_source(client, want.source_kind, want.source) if want.source else None
+    if source is not None:
+        _require_copy_of_same_host(client, want, resources, source)
     missing_names = [name for name in want.names if name not in resources]
     taken_names = find_taken_names(client, missing_names, excluded_kind="sandbox")
     return CurrentState(resources, client.now(), source, taken_names, find_volumes(client, want.mounts, source))
+
+
+def _require_copy_of_same_host(
+    client: Client, want: DesiredState, resources: Mapping[str, Mapping[str, Any]], source: Mapping[str, Any]
+) -> None:
+    """Raise Failure if, in a fleet, a sandbox was created from another host's copy of the template or snapshot.
+
+    The copies have different ids. With `recreate`, each task would replace a sandbox that is as requested.
+    """
+    source_host = _get_host(client, f"/{want.source_kind}s/{quote_segment(want.source)}")
+    for name, shape in resources.items():
+        host = _get_host(client, f"/sandboxes/{shape['name']}") or _get_host(client, f"/sandboxes/{shape['id']}")
+        if shape["forked_from"] != source["id"] and source_host and host and host != source_host:
+            raise Failure(
+                f"sandbox {name!r} is on host {host!r}, but the gateway uses the {want.source_kind} {want.source!r} of "
+                f"host {source_host!r}, which may be a copy: use the gateway of {host!r} for this task",
+                "conflict",
+                blockers=[shape["id"]],
+            )
+
+
+def _get_host(client: Client, path: str) -> str:
+    """Return the host of an object that the client has read, or "" without a fleet."""
+    return str((client.known_objects.get(path) or {}).get("sandboxHost") or "")
 
 
 def find_sandboxes(client: Client, refs: tuple[str, ...]) -> dict[str, dict[str, Any]]:

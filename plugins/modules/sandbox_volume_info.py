@@ -99,8 +99,8 @@ failure:
     kind:
       description: >-
         A stable identifier of the kind of failure, such as V(not_found), V(in_use), V(name_taken), V(conflict),
-        V(invalid), V(no_space), V(busy), V(unsupported), V(timeout), V(backend_failed), V(unauthorized), V(forbidden),
-        V(unreachable), V(not_a_gateway) or V(too_old).
+        V(invalid), V(no_space), V(busy), V(unsupported), V(timeout), V(backend_failed), V(unavailable),
+        V(unauthorized), V(forbidden), V(unreachable), V(not_a_gateway) or V(too_old).
       type: str
     message: {description: The same text as RV(msg)., type: str}
     blockers: {description: Ids or names of the resources that prevent the change., type: list, elements: str}

@@ -63,6 +63,10 @@ class Client:
                 "GET", route, None, _remove_empty_params({**params, "limit": 1000, "nextToken": next_token})
             )
             items += page
+            if missing_hosts := headers.get("x-sandbox-hosts-missing", ""):
+                from sandbox_gateway.cli import render
+
+                render.print_note(f"the list lacks the objects of these hosts, which do not answer: {missing_hosts}")
             next_token = headers.get("x-next-token", "")
             if not next_token:
                 return items
