@@ -1,8 +1,10 @@
-"""What clients of a fleet try to get through a member."""
+"""Attacks of clients and strangers on the members of a fleet."""
 
 from __future__ import annotations
 
 import concurrent.futures
+import contextlib
+import socket
 import time
 from typing import Any
 
@@ -12,8 +14,9 @@ import pytest
 from sandbox_gateway.fleet.store import Store
 from tests.api.inside import make_port_headers
 from tests.api.memory_gateway import ADMIN_KEY, READ_KEY
-from tests.fleet.test_forwarding import Objects
+from tests.fleet.test_forwarding import Objects, connect_to_peer_listener
 from tests.fleet.world import FleetHost, World
+from tests.support.waiting import wait_until
 
 Pair = tuple[FleetHost, FleetHost]
 
@@ -76,3 +79,33 @@ def test_names_that_do_not_exist_are_answered_at_once_while_etcd_is_away(world: 
         for number in range(5):
             assert client.get(f"/sandboxes/nowhere-{number}").status_code == 404
     assert time.monotonic() - started < 2
+
+
+def test_strangers_cannot_occupy_the_listener_for_gateways(world: World) -> None:
+    host = world.create_host("h1")
+    host.server_settings = {"request_seconds": 2, "connections_per_address": 4}
+    host.start()
+
+    def is_closed(connection: socket.socket) -> bool:
+        connection.settimeout(0.05)
+        try:
+            return connection.recv(1) == b""
+        except TimeoutError:
+            return False
+        except ConnectionResetError:
+            return True
+
+    with contextlib.ExitStack() as stack:
+        connections = [
+            stack.enter_context(socket.create_connection(("127.0.0.1", host.port), timeout=10)) for _ in range(12)
+        ]
+        # The beginning of a handshake.
+        for connection in connections[::2]:
+            with contextlib.suppress(OSError):
+                connection.sendall(b"\x16\x03\x01\x40\x00\x01")
+        time.sleep(0.5)
+        assert [is_closed(connection) for connection in connections].count(False) <= 4
+        wait_until(lambda: all(map(is_closed, connections)), 10)
+    certificate = world.get_certificate("h1").create_client_context()
+    request = b"GET /health HTTP/1.1\r\nHost: h\r\nConnection: close\r\n\r\n"
+    assert connect_to_peer_listener(host, certificate, request).startswith(b"HTTP/1.1 200")

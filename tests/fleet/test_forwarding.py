@@ -179,7 +179,7 @@ def test_a_client_cannot_claim_an_identity(pair: Pair) -> None:
     assert one.get(f"/sandboxes/{objects.names['sandbox']}")
 
 
-def _connect_to_peer_listener(host: FleetHost, context: ssl.SSLContext, request: bytes) -> bytes:
+def connect_to_peer_listener(host: FleetHost, context: ssl.SSLContext, request: bytes) -> bytes:
     with (
         socket.create_connection(("127.0.0.1", host.port), timeout=10) as plain,
         context.wrap_socket(plain, server_hostname="127.0.0.1") as connection,
@@ -192,14 +192,14 @@ def test_only_gateways_of_the_fleet_reach_the_listener_for_gateways(pair: Pair, 
     _, two = pair
     request = b"GET /sandboxes HTTP/1.1\r\nHost: h\r\nX-Sandbox-Gateway-Caller: ADMIN root\r\nConnection: close\r\n\r\n"
     own = two._world.get_certificate("h1")
-    assert _connect_to_peer_listener(two, own.create_client_context(), request).startswith(b"HTTP/1.1 200")
+    assert connect_to_peer_listener(two, own.create_client_context(), request).startswith(b"HTTP/1.1 200")
     without_certificate = ssl.create_default_context(cafile=own.ca)
     stranger = Authority(tmp_path_factory.mktemp("stranger")).issue("h1")
     strange = ssl.create_default_context(cafile=own.ca)
     strange.load_cert_chain(stranger.cert, stranger.key)
     for context in (without_certificate, strange):
         with pytest.raises((ssl.SSLError, ConnectionError)):
-            assert _connect_to_peer_listener(two, context, request) == b"", "closed without an answer"
+            assert connect_to_peer_listener(two, context, request) == b"", "closed without an answer"
             raise ConnectionError
 
 
@@ -209,7 +209,7 @@ def test_a_forwarded_request_is_never_forwarded_again(pair: Pair) -> None:
     certificate = two._world.get_certificate("h1")
     request = f"GET /sandboxes/{objects.names['sandbox']} HTTP/1.1\r\nHost: h\r\n"
     request += "X-Sandbox-Gateway-Caller: ADMIN root\r\nConnection: close\r\n\r\n"
-    answer = _connect_to_peer_listener(two, certificate.create_client_context(), request.encode())
+    answer = connect_to_peer_listener(two, certificate.create_client_context(), request.encode())
     assert answer.startswith(b"HTTP/1.1 404"), "h2 could forward it to h1, but must not"
     assert two.get(f"/sandboxes/{objects.names['sandbox']}")["sandboxHost"] == "h1"
 
@@ -387,7 +387,25 @@ def test_a_host_that_hangs_does_not_keep_its_clients_waiting(pair: Pair, monkeyp
             connection.recv(timeout=10)
         assert connection.close_code == 1012 and "no longer answers" in (connection.close_reason or "")
         assert time.monotonic() - started_at < 11
+    wait_until(lambda: one.list_running_members() == ["h1"])
     wait_until(lambda: one.list_running_members() == ["h1", "h2"])
+
+
+def test_a_stream_outlasts_the_membership_of_its_host(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(peers, "_PROBE_SECONDS", 0.3)
+    one, two = pair
+    view = one.gateway.engine._context.claims._view  # type: ignore[attr-defined]
+    with (
+        one.client(EXEC_KEY) as client,
+        client.stream("GET", "/stream", headers=make_port_headers(Objects(two).sandbox)) as response,
+    ):
+        lines = response.iter_lines()
+        next(lines)
+        member = view.members.pop("h2")
+        ends_at = time.monotonic() + 3
+        while time.monotonic() < ends_at:
+            assert next(lines).startswith("tick")
+        view.members.setdefault("h2", member)
 
 
 def test_forwarding_works_while_etcd_is_away(world: World) -> None:

@@ -143,6 +143,19 @@ def test_a_fork_is_spread_over_all_hosts(world: World) -> None:
     assert {len(host.host.machines) for host in hosts} <= {6, 7}
 
 
+def test_an_idempotency_key_is_refused_where_it_would_not_hold(world: World) -> None:
+    one, _ = _start(world, "h1", "h2")
+    with one.client() as client:
+        headers = {"Idempotency-Key": "a-key"}
+        refused = client.post("/snapshots/base/fork", json={"count": 2}, headers=headers)
+        assert refused.status_code == 400 and "Idempotency-Key: not supported" in refused.json()["message"]
+        body = {"count": 2, "placement": {"host": "h2"}}
+        answers = [client.post("/snapshots/base/fork", json=body, headers=headers).json() for _ in range(2)]
+    assert [each["sandboxID"] for each in answers[0]["sandboxes"]] == [
+        each["sandboxID"] for each in answers[1]["sandboxes"]
+    ]
+
+
 def test_a_fork_is_all_or_none_over_all_hosts(world: World) -> None:
     hosts = _start(world, "h1", "h2", "h3")
     names = [f"s{number}" for number in range(9)]

@@ -20,7 +20,7 @@ _numbers = itertools.count()
 
 @pytest.fixture(params=["plan session", "run that applies a plan"])
 def run(request: pytest.FixtureRequest, pair: Pair) -> tuple[str, str]:
-    """What a run is called, and the prefix of its paths, at the gateway of h1."""
+    """The noun for a run in errors, and the prefix of its paths, at the gateway of h1."""
     one, _ = pair
     name = f"a-run-of-a-test-in-a-fleet-{next(_numbers)}"
     if request.param == "plan session":

@@ -30,6 +30,7 @@ class FleetHost:
         self._root.mkdir(exist_ok=True)
         self.host = host or MemoryHost()
         self._settings = settings
+        self.server_settings: dict[str, Any] = {}
         self._gateway: MemoryGateway | None = None
         self.port = session.allocate_port()
 
@@ -40,7 +41,8 @@ class FleetHost:
 
     def start(self, *, in_fleet: bool = True) -> None:
         address = self._world.registry
-        sections: dict[str, Any] = {"registry": {"allowed": [address], "plain_http": [address]}}
+        registry = {"allowed": [address], "plain_http": [address]}
+        sections: dict[str, Any] = {"registry": registry, "server": self.server_settings}
         if in_fleet:
             sections["fleet"] = self.create_section()
         self._gateway = MemoryGateway(self._root, self.host, **sections)

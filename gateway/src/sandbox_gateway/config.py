@@ -57,7 +57,8 @@ class Server(_Section):
     connections_per_address: int = Field(
         512,
         ge=0,
-        description="Maximum number of connections from one IPv4 address, or from one IPv6 /64 network. 0: no such "
+        description="Maximum number of connections from one IPv4 address, or from one IPv6 /64 network. In a fleet, it "
+        "also applies to the connections of each other gateway. 0: no such "
         "limit; only `connections` applies. Behind a reverse proxy, all clients have the proxy's "
         "address: set 0, and limit clients in the proxy.",
     )

@@ -35,6 +35,9 @@ _SOCKET_OPTIONS = [
 ]
 
 
+_Address = tuple[str, int]
+
+
 class HostUnavailable(Unavailable):
     """The gateway of another host does not answer."""
 
@@ -81,7 +84,7 @@ class Peers:
             )
         return member
 
-    def split_address(self, host: str) -> tuple[str, int]:
+    def split_address(self, host: str) -> _Address:
         name, _, port = self.get_member(host).address.rpartition(":")
         return name.strip("[]"), int(port)
 
@@ -90,11 +93,13 @@ class Peers:
         """Yield a future that is done when the gateway of a host has stopped answering.
 
         A request may take as long as it wants, such as the capture of a large memory. But a gateway that hangs, or a
-        host whose network is gone, must not keep its clients waiting. etcd does not matter for this.
+        host whose network is gone, must not keep its clients waiting. Whether the host is a member does not matter:
+        while etcd is away, nothing that runs ends. Raises HostUnavailable if its gateway does not run.
         """
         watch = self._watches.get(host)
         if watch is None:
-            watch = self._watches[host] = _Watch(asyncio.ensure_future(self._probe(host)))
+            address = self.split_address(host)
+            watch = self._watches[host] = _Watch(asyncio.ensure_future(self._probe(host, address)))
         future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         watch.futures.add(future)
         try:
@@ -105,13 +110,14 @@ class Peers:
             if not watch.futures:
                 self._watches.pop(host).task.cancel()
 
-    async def _probe(self, host: str) -> None:
+    async def _probe(self, host: str, address: _Address) -> None:
         failure_count = 0
         while True:
             await asyncio.sleep(_PROBE_SECONDS)
             try:
                 async with asyncio.timeout(_PROBE_SECONDS):
-                    await self.request(host, "GET", b"/health", [])
+                    async with self._opened_at(host, address, "GET", b"/health", [], None, None):
+                        pass
                 failure_count = 0
             except (HostUnavailable, TimeoutError):
                 failure_count += 1
@@ -136,7 +142,22 @@ class Peers:
         ``target``: path and query, as sent by the client. ``seconds``: how long the host may stay silent; None: for as
         long as it wants. Raises HostUnavailable.
         """
-        name, port = self.split_address(host)
+        address = self.split_address(host)
+        async with self._opened_at(host, address, method, target, headers, body, seconds) as response:
+            yield response
+
+    @contextlib.asynccontextmanager
+    async def _opened_at(
+        self,
+        host: str,
+        address: _Address,
+        method: str,
+        target: bytes,
+        headers: Sequence[tuple[bytes, bytes]],
+        body: httpx.AsyncByteStream | bytes | None,
+        seconds: float | None,
+    ) -> AsyncIterator[httpx.Response]:
+        name, port = address
         if body is None:
             headers = [(name, value) for name, value in headers if name.lower() != b"content-length"]
         timeouts = {"connect": _CONNECT_SECONDS, "read": seconds, "write": seconds, "pool": None}

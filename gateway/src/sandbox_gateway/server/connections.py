@@ -30,6 +30,8 @@ agents.
 """
 _DESCRIPTORS_PER_SANDBOX = 24
 """Number of descriptors per sandbox: its process, QMP connection, log, and idle connections of the data plane."""
+MAX_GATEWAY_CONNECTIONS = 2048
+"""Maximum number of connections from other gateways of a fleet, in addition to those from clients."""
 _DESCRIPTORS_PER_CONNECTION = 2
 """Number of descriptors per request: the connection to the client and the connection to the sandbox."""
 _LOG_INTERVAL_SECONDS = 5.0
@@ -52,6 +54,8 @@ def reserve_descriptors(config: Config) -> int:
     """
     requested_connection_count = config.server.connections
     reserved_descriptor_count = _OWN_DESCRIPTOR_COUNT + _DESCRIPTORS_PER_SANDBOX * config.limits.sandboxes
+    if config.fleet:
+        reserved_descriptor_count += _DESCRIPTORS_PER_CONNECTION * MAX_GATEWAY_CONNECTIONS
     needed_descriptor_count = _DESCRIPTORS_PER_CONNECTION * requested_connection_count + reserved_descriptor_count
     soft_limit, hard_limit = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft_limit == resource.RLIM_INFINITY:
@@ -78,15 +82,16 @@ def reserve_descriptors(config: Config) -> int:
 
 
 class Connections:
-    """The open TCP connections, counted by client address."""
+    """The open TCP connections of a listener, counted by client address."""
 
-    def __init__(self, server: Server, limit: int, metrics: Metrics) -> None:
+    def __init__(self, server: Server, limit: int, metrics: Metrics, *, is_for_gateways: bool = False) -> None:
         self.request_seconds = server.request_seconds
         self.stalled_seconds = server.stalled_seconds
         self._limit = limit
         self._limit_per_address = server.connections_per_address or limit
         self._metrics = metrics
-        metrics.connection_gauge.set_function(lambda: len(self))
+        if not is_for_gateways:
+            metrics.connection_gauge.set_function(lambda: len(self))
         self._open_counts: Counter[str] = Counter()
         self._unlogged_counts: Counter[str] = Counter()
 

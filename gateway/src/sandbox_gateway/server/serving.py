@@ -27,7 +27,13 @@ from sandbox_gateway.api.data_plane.websocket import MAX_MESSAGE_BYTES, PING_SEC
 from sandbox_gateway.config import Config, Server
 from sandbox_gateway.errors import GatewayError, Invalid
 from sandbox_gateway.server import heap
-from sandbox_gateway.server.connections import Connections, HttpConnection, Listener, reserve_descriptors
+from sandbox_gateway.server.connections import (
+    MAX_GATEWAY_CONNECTIONS,
+    Connections,
+    HttpConnection,
+    Listener,
+    reserve_descriptors,
+)
 from sandbox_gateway.server.supervisor import notify, start_timeout_extended, watchdog_notified
 
 if TYPE_CHECKING:
@@ -221,18 +227,19 @@ async def _serve(
         if address:
             connections = Connections(config.server, reserve_descriptors(config), app.state.metrics)
             tcp_listener = stack.enter_context(
-                contextlib.closing(_create_tcp_socket(connections, address, config.server.listen))
+                contextlib.closing(_create_tcp_socket(connections, address, f"server.listen {config.server.listen!r}"))
             )
             listeners.append((_TcpServer(_create_uvicorn_config(app, tls), connections), tcp_listener))
         if config.fleet and fleet:
             listen = config.fleet.listen or config.fleet.address
             setting = "fleet.listen" if config.fleet.listen else "fleet.address"
-            peer_address = resolve(listen, setting)
-            peer_socket = socket.socket(peer_address.family, socket.SOCK_STREAM)
-            peer_listener = stack.enter_context(contextlib.closing(peer_socket))
-            _bind(peer_listener, peer_address, f"{setting} {listen!r}")
+            # Anyone who reaches the listener can begin a TLS handshake.
+            gateways = Connections(config.server, MAX_GATEWAY_CONNECTIONS, app.state.metrics, is_for_gateways=True)
+            gateway_listener = stack.enter_context(
+                contextlib.closing(_create_tcp_socket(gateways, resolve(listen, setting), f"{setting} {listen!r}"))
+            )
             settings = _create_uvicorn_config(ForwardedMiddleware(app), fleet.server_tls)
-            listeners.append((_DaemonServer(settings), peer_listener))
+            listeners.append((_TcpServer(settings, gateways), gateway_listener))
         await _listen(listeners, app, stop_event)
 
 
@@ -385,20 +392,15 @@ def _remove_stale_socket(path: Path) -> None:
     raise Invalid(f"another gateway is listening on {path}: stop it first, or choose a different server.socket")
 
 
-def _create_tcp_socket(connections: Connections, address: Address, listen: str) -> socket.socket:
+def _create_tcp_socket(connections: Connections, address: Address, setting: str) -> socket.socket:
     listener = Listener(connections, address.family)
-    _bind(listener, address, f"server.listen {listen!r}")
-    return listener
-
-
-def _bind(listener: socket.socket, address: Address, setting: str) -> None:
-    """Bind a socket, or close it and raise Invalid."""
     try:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listener.bind(address.sockaddr)
     except OSError as error:
         listener.close()
         raise Invalid(f"{setting} cannot be bound ({error.strerror}): choose a different address or port") from None
+    return listener
 
 
 async def _run_until_stopped(stop_event: asyncio.Event, work: Awaitable[None]) -> bool:
