@@ -265,8 +265,8 @@ class Client:
     def list_all(self, path: str, **query: Any) -> Iterator[Any]:
         """Yield all entries of a list, requesting one page at a time.
 
-        Raises Failure if hosts of a fleet did not answer, unless ``accepts_incomplete_lists``: whoever takes a sandbox
-        that is not in the list for missing would create it again, or report it as removed.
+        Raises Failure if hosts of a fleet did not answer, unless ``accepts_incomplete_lists``. Otherwise, a task would
+        create their sandboxes again, or report them as removed.
         """
         page_token = ""
         while True:
