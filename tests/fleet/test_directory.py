@@ -194,14 +194,15 @@ def test_a_gateway_that_starts_publishes_what_it_has_and_deletes_what_is_stale(w
     wait_until(lambda: _read_keys(world.etcd).keys() == keys)
 
 
-def _read_event(host: FleetHost, type: str) -> Any:
+def _read_event(lines: Iterator[str], type: str) -> Any:
     """Return the data of the next event of this type."""
-    with host.client() as client, client.stream("GET", "/events", timeout=60) as response:
-        is_next = False
-        for line in response.iter_lines():
-            if is_next:
-                return json.loads(line.removeprefix("data: "))
-            is_next = line == f"event: {type}"
+    deadline = time.monotonic() + 60
+    is_next = False
+    for line in lines:
+        if is_next:
+            return json.loads(line.removeprefix("data: "))
+        is_next = line == f"event: {type}"
+        assert time.monotonic() < deadline, f"no event {type}"
     return None
 
 
@@ -217,10 +218,12 @@ def test_the_same_name_on_two_hosts_that_join_is_reported(world: World) -> None:
         host.end()
     one, two = hosts
     one.start()
-    with ThreadPoolExecutor(1) as threads:
-        event = threads.submit(_read_event, one, "fleet.name_conflict")
+    with one.client() as client, client.stream("GET", "/events", timeout=60) as response:
+        lines = response.iter_lines()
+        assert next(lines) == ": connected"
         two.start()
-        assert (event.result()["name"], event.result()["hosts"]) == ("web", ["h1", "h2"])
+        event = _read_event(lines, "fleet.name_conflict")
+        assert (event["name"], event["hosts"]) == ("web", ["h1", "h2"])
     wait_until(lambda: one.get("/fleet")["conflicts"] and two.get("/fleet")["conflicts"])
     (sentence,) = two.get("/fleet")["conflicts"]
     assert "the sandbox 'web' of host h2 has the same name as a sandbox of host h1: rename or remove one" in sentence
