@@ -123,6 +123,10 @@ def test_each_route_of_an_object_gives_the_same_through_another_gateway(route: t
         assert response.headers["x-sandbox-host"] == "h2"
         is_json = response.headers.get("content-type", "").startswith("application/json")
         data = response.json() if is_json and response.content else None
+        if path.endswith("/push") and isinstance(data, dict):
+            # No registry answers. The push must not keep its slot until it has given up.
+            with gateway.client() as client:
+                client.delete(f"/transfers/{data['transferID']}").raise_for_status()
         answers.append((response.status_code, sorted(data) if isinstance(data, dict) else type(data)))
     assert answers[0] == answers[1]
     if route not in _REFUSED:
