@@ -130,7 +130,8 @@ extends_documentation_fragment:
   - inventory_cache
 notes:
   - Each host has a variable C(grove_sandbox) with the fields that the modules return for a sandbox, plus C(template),
-    C(head) and C(gateway), which hold names.
+    C(head) and C(gateway), which hold names. In a fleet, C(grove_sandbox.sandbox_host) is the name of the sandbox's
+    host.
   - The cache holds only these variables.
   - In a check-mode run, a C(meta) task with C(refresh_inventory) lists the sandboxes as the tasks before it would leave
     them, if those tasks use the same gateway and API key as the inventory. Ids of new sandboxes begin with

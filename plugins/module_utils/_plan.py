@@ -21,7 +21,7 @@ from typing import Any
 from ansible_collections.grove.sandbox.plugins.module_utils import _refusals
 from ansible_collections.grove.sandbox.plugins.module_utils._client import PLANNED_ID_PREFIX
 from ansible_collections.grove.sandbox.plugins.module_utils._failure import Failure
-from ansible_collections.grove.sandbox.plugins.module_utils._shapes import KEYS_BY_KIND, RESERVED_PREFIX
+from ansible_collections.grove.sandbox.plugins.module_utils._shapes import HOST_KEY, KEYS_BY_KIND, RESERVED_PREFIX
 
 _NAME_PATTERN = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,63}")
 SANDBOX, SNAPSHOT, TEMPLATE, VOLUME = "sandbox", "snapshot", "template", "volume"
@@ -167,6 +167,8 @@ def fill_values_from_session(
         result[name].update(
             (key, planned_shape[key]) for key in ("diverged", "mounts") if key in shape.keys() & planned_shape
         )
+        if HOST_KEY in planned_shape:
+            result[name][HOST_KEY] = planned_shape[HOST_KEY]
     return result
 
 

@@ -51,7 +51,7 @@ from ansible_collections.grove.sandbox.plugins.module_utils._plan import (
     is_planned_id,
     predict,
 )
-from ansible_collections.grove.sandbox.plugins.module_utils._shapes import make_snapshot_shape
+from ansible_collections.grove.sandbox.plugins.module_utils._shapes import HOST_KEY, make_snapshot_shape
 
 if TYPE_CHECKING:
     from ansible_collections.grove.sandbox.plugins.module_utils._kinds import ManagedKind, ResourceKind
@@ -578,7 +578,7 @@ class _Run:
         }
         for key, names in names_by_list.items():
             result[key] = [
-                _select_keys(shapes[name], self.resource_kind.RESULT_KEYS[key]) for name in names if name in shapes
+                _make_entry(shapes[name], self.resource_kind.RESULT_KEYS[key]) for name in names if name in shapes
             ]
         entries = result[self.resource_kind.PLURAL]
         if len(names_by_list[self.resource_kind.PLURAL]) == 1:
@@ -659,6 +659,11 @@ def _make_failed_entry(client: Client, failure: Failure, **fields: Any) -> dict[
         mentions=_list_requested_refs(client),
         **fields,
     )
+
+
+def _make_entry(shape: Mapping[str, Any], keys: tuple[str, ...]) -> dict[str, Any]:
+    """Return the entry of a result's list: the values of ``keys`` and, in a fleet, the name of the host."""
+    return _select_keys(shape, (*keys, HOST_KEY) if HOST_KEY in shape else keys)
 
 
 def _select_keys(shape: Mapping[str, Any], keys: tuple[str, ...]) -> dict[str, Any]:

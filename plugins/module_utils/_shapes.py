@@ -98,6 +98,8 @@ VOLUME_KEYS = (
     "created_at",
 )
 
+HOST_KEY = "sandbox_host"
+"""The key of an object's host. Only shapes of objects in a fleet have it."""
 RESERVED_PREFIX = "__ansible_"
 """Prefix of the keys that Ansible reserves for itself in JSON."""
 KEYS_BY_KIND = {"sandbox": SANDBOX_KEYS, "snapshot": SNAPSHOT_KEYS, "template": TEMPLATE_KEYS, "volume": VOLUME_KEYS}
@@ -130,6 +132,7 @@ def make_sandbox_shape(detail: dict[str, Any]) -> dict[str, Any]:
         "end_at": None if parse_time(detail.get("endAt")) is None else detail["endAt"],
         "address": detail.get("address"),
         "backend": detail.get("backend"),
+        **_make_host_shape(detail),
     }
 
 
@@ -162,6 +165,7 @@ def make_snapshot_shape(snapshot: dict[str, Any]) -> dict[str, Any]:
         "created_at": snapshot.get("createdAt"),
         "expires_at": snapshot.get("expiresAt"),
         "backend": snapshot.get("backend"),
+        **_make_host_shape(snapshot),
     }
 
 
@@ -190,6 +194,7 @@ def make_template_shape(template: dict[str, Any]) -> dict[str, Any]:
         "prewarm": _get_prewarm_target(template),
         "created_at": template.get("createdAt"),
         "updated_at": template.get("updatedAt"),
+        **_make_host_shape(template),
     }
 
 
@@ -218,7 +223,13 @@ def make_volume_shape(volume: dict[str, Any], snapshots: Iterable[dict[str, Any]
         "owner_sandbox_id": volume.get("ownerSandboxID") or "",
         "stuck": list(volume.get("stuck") or []),
         "created_at": volume.get("createdAt"),
+        **_make_host_shape(volume),
     }
+
+
+def _make_host_shape(resource: dict[str, Any]) -> dict[str, str]:
+    """Return the name of the resource's host, or nothing without a fleet."""
+    return {HOST_KEY: resource["sandboxHost"]} if resource.get("sandboxHost") else {}
 
 
 def _get_prewarm_target(snapshot: dict[str, Any]) -> int:

@@ -225,6 +225,7 @@ sandboxes:
         name: {description: The name of the volume., type: str}
         path: {description: The mount point., type: str}
         read_only: {description: Whether the volume is mounted read-only., type: bool}
+    sandbox_host: {description: The name of its host., returned: in a fleet, type: str}
 sandbox:
   description: The only entry of RV(sandboxes), or V(null) if the sandbox does not exist.
   returned: if one name is given

@@ -128,6 +128,7 @@ sandboxes:
     end_at: {description: End of its lifetime (RFC 3339); V(null) for never., type: str}
     address: {description: "Address of its ports, as seen from the gateway's host; V(null) while paused.", type: str}
     backend: {description: The kind of its host., type: str}
+    sandbox_host: {description: The name of its host., returned: in a fleet, type: str}
 failure:
   description: The failure in machine-readable form.
   returned: failure

@@ -133,6 +133,7 @@ sandboxes:
     end_at: {description: End of its lifetime (RFC 3339); V(null) for never., type: str}
     address: {description: "Address of its ports, as seen from the gateway's host; V(null) while paused.", type: str}
     backend: {description: The kind of its host., type: str}
+    sandbox_host: {description: The name of its host., returned: in a fleet, type: str}
 sandbox:
   description: The only entry of RV(sandboxes), or V(null) if the sandbox does not exist.
   returned: if one name is given
@@ -181,6 +182,7 @@ backups:
     created_at: {description: Time of the capture (RFC 3339)., type: str}
     expires_at: {description: Time from which the gateway may remove it (RFC 3339); V(null) for never., type: str}
     backend: {description: The kind of its host., type: str}
+    sandbox_host: {description: The name of its host., returned: in a fleet, type: str}
 outcomes:
   description: The actions for each name; in check mode, the predicted ones. Empty if nothing had to be done.
   returned: always, unless the gateway cannot be reached

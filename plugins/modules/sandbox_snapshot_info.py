@@ -102,6 +102,7 @@ snapshots:
     created_at: {description: Time of the capture (RFC 3339)., type: str}
     expires_at: {description: Time from which the gateway may remove it (RFC 3339); V(null) for never., type: str}
     backend: {description: The kind of its host., type: str}
+    sandbox_host: {description: The name of its host., returned: in a fleet, type: str}
 failure:
   description: The failure in machine-readable form.
   returned: failure

@@ -316,6 +316,7 @@ templates:
     prewarm: {description: Number of its forks that the gateway keeps ready., type: int}
     created_at: {description: Time of creation (RFC 3339)., type: str}
     updated_at: {description: Time of the last change to its record (RFC 3339)., type: str}
+    sandbox_host: {description: The name of its host., returned: in a fleet, type: str}
 template:
   description: The only entry of RV(templates), or V(null) if the template does not exist.
   returned: if one name is given

@@ -249,6 +249,7 @@ volumes:
       type: list
       elements: str
     created_at: {description: Time of creation (RFC 3339)., type: str}
+    sandbox_host: {description: The name of its host., returned: in a fleet, type: str}
 volume:
   description: The only entry of RV(volumes), or V(null) if the volume does not exist.
   returned: if one name is given

@@ -91,6 +91,7 @@ volumes:
       type: list
       elements: str
     created_at: {description: Time of creation (RFC 3339)., type: str}
+    sandbox_host: {description: The name of its host., returned: in a fleet, type: str}
 failure:
   description: The failure in machine-readable form.
   returned: failure

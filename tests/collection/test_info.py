@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import yaml
 from ansible_collections.grove.sandbox.plugins.module_utils._fork import RESULT_KEYS
-from ansible_collections.grove.sandbox.plugins.module_utils._shapes import KEYS_BY_KIND
+from ansible_collections.grove.sandbox.plugins.module_utils._shapes import HOST_KEY, KEYS_BY_KIND
 
 from tests.collection.conftest import each_execution
 from tests.collection.runner import Target, Task
@@ -101,7 +101,7 @@ def test_the_documentation_lists_every_return_value(module: Path) -> None:
     assert resource_lists, module.stem
     for key, entry in resource_lists.items():
         expected_keys = RESULT_KEYS[key] if module.stem == "sandbox_fork" else KEYS_BY_KIND[KINDS_BY_RESULT_KEY[key]]
-        assert list(entry["contains"]) == list(expected_keys), (module.stem, key)
+        assert list(entry["contains"]) == [*expected_keys, HOST_KEY], (module.stem, key)
 
 
 def test_every_module_is_in_both_action_groups_and_has_an_action_plugin() -> None:

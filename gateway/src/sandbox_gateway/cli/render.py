@@ -30,26 +30,29 @@ def print_note(text: str) -> None:
 
 def print_sandboxes(items: Sequence[Mapping[str, Any]]) -> None:
     headings = ("NAME", "ID", "STATE", "TEMPLATE", "FROM", "CPU", "MEMORY", "AGE", "TIMEOUT")
-    print_table(
+    _print_objects(
         headings,
-        (_build_sandbox_row(item) for item in items),
+        items,
+        _build_sandbox_row,
         empty_note="no sandboxes: `sandboxctl create TEMPLATE` creates one",
     )
 
 
 def print_snapshots(items: Sequence[Mapping[str, Any]]) -> None:
     headings = ("NAME", "ID", "SOURCE", "MEMORY", "WRITTEN", "DISK", "PAUSE", "FORKS", "AGE")
-    print_table(
+    _print_objects(
         headings,
-        (_build_snapshot_row(item) for item in items),
+        items,
+        _build_snapshot_row,
         empty_note="no snapshots: `sandboxctl snapshot create SANDBOX` takes one",
     )
 
 
 def print_volumes(items: Sequence[Mapping[str, Any]]) -> None:
     headings = ("NAME", "SIZE", "USED", "MOUNTED BY", "FROM", "AGE")
-    rows = (_build_volume_row(item) for item in items)
-    print_table(headings, rows, empty_note="no volumes: `sandboxctl volume create NAME` creates one")
+    _print_objects(
+        headings, items, _build_volume_row, empty_note="no volumes: `sandboxctl volume create NAME` creates one"
+    )
 
 
 def print_volume_snapshots(items: Sequence[Mapping[str, Any]], volume: str) -> None:
@@ -66,8 +69,23 @@ def print_interrupted_imports(items: Sequence[Mapping[str, Any]]) -> None:
 
 def print_templates(items: Sequence[Mapping[str, Any]]) -> None:
     headings = ("NAME", "ID", "STATUS", "CPU", "MEMORY", "DISK", "CAPTURED", "FORKS", "AGE")
-    rows = (_build_template_row(item) for item in items)
-    print_table(headings, rows, empty_note="no templates: `sandboxctl template build NAME` builds one")
+    _print_objects(
+        headings, items, _build_template_row, empty_note="no templates: `sandboxctl template build NAME` builds one"
+    )
+
+
+def _print_objects(
+    headings: tuple[str, ...],
+    items: Sequence[Mapping[str, Any]],
+    build_row: Callable[[Mapping[str, Any]], tuple[str, ...]],
+    empty_note: str,
+) -> None:
+    """Print a table of objects. In a fleet, its second column names the host of each object."""
+    rows = [build_row(item) for item in items]
+    if any(item.get("sandboxHost") for item in items):
+        headings = (headings[0], "HOST", *headings[1:])
+        rows = [(row[0], item.get("sandboxHost") or "-", *row[1:]) for row, item in zip(rows, items, strict=True)]
+    print_table(headings, rows, empty_note)
 
 
 def print_table(headings: Sequence[str], rows: Iterable[Sequence[str]], empty_note: str = "") -> None:
