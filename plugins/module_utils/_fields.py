@@ -12,6 +12,7 @@ SIZE_FIELDS = {"cpus": "cpuCount", "memory_mb": "memoryMB", "disk_mb": "diskSize
 NETWORK_FIELDS = {"allow_internet": "allowInternetAccess", "allow_out": "allowOut", "deny_out": "denyOut"}
 MOUNT_FIELDS = {"name": "name", "path": "path", "read_only": "readOnly"}
 RETENTION_FIELDS = {"keep_last": "keepLast", "keep_daily": "keepDaily", "max_age": "maxAge"}
+PLACEMENT_FIELDS = {"host": "host", "labels": "labels", "strategy": "strategy", "anti_affinity": "antiAffinity"}
 LOGIN_FIELDS = {"registry_username": "registryUsername", "registry_password": "registryPassword"}
 RECIPE_FIELDS = {
     "from": "from",
@@ -44,6 +45,7 @@ OPTIONS_BY_FIELD = {
         NETWORK_FIELDS,
         MOUNT_FIELDS,
         RETENTION_FIELDS,
+        PLACEMENT_FIELDS,
         LOGIN_FIELDS,
         RECIPE_FIELDS,
         _OTHER_FIELDS,

@@ -25,6 +25,13 @@ from ansible_collections.grove.sandbox.plugins.module_utils._mounts import (
     parse_mounts,
 )
 from ansible_collections.grove.sandbox.plugins.module_utils._names import find_taken_names
+from ansible_collections.grove.sandbox.plugins.module_utils._placement import (
+    PLACEMENT_OPTION,
+    Placement,
+    check_placement,
+    find_copies,
+    parse_placement,
+)
 from ansible_collections.grove.sandbox.plugins.module_utils._plan import (
     Action,
     Change,
@@ -83,6 +90,7 @@ ARGUMENTS: dict[str, Any] = {
         "elements": "dict",
         "options": {**MOUNT_OPTIONS, "clone": {"type": "bool", "default": False}},
     },
+    "placement": PLACEMENT_OPTION,
     "recreate": {"type": "bool", "default": False},
     "continue_on_error": {"type": "bool", "default": False},
 }
@@ -116,6 +124,7 @@ class DesiredState:
     cold_start: bool = False
     sizes: Mapping[str, int] = field(default_factory=dict)
     mounts: tuple[Mount, ...] | None = None
+    placement: Placement | None = None
     recreate: bool = False
 
 
@@ -161,8 +170,19 @@ def parse_desired_state(params: Mapping[str, Any]) -> DesiredState:
             if params.get(option) is not None
         },
         mounts=parse_mounts(params.get("volumes")),
+        placement=_parse_placement(params, kind),
         recreate=bool(params.get("recreate")),
     )
+
+
+def _parse_placement(params: Mapping[str, Any], source_kind: str) -> Placement | None:
+    placement = parse_placement(params.get("placement"))
+    if placement is not None and source_kind == "sandbox":
+        raise Failure(
+            "placement is not valid with sandbox, because the clones of a running sandbox stay on its host: remove "
+            "this option, or take a snapshot with the module grove.sandbox.sandbox_snapshot and fork it"
+        )
+    return placement
 
 
 def _list_requested_names(params: Mapping[str, Any], prefix: str) -> tuple[str, ...]:
@@ -184,7 +204,9 @@ def observe(client: Client, want: DesiredState) -> CurrentState:
     """Query the current state. Sends only one request if all requested forks of a snapshot exist."""
     if want.source_kind == "snapshot" and want.mounts is None:
         existing_forks = {shape["name"]: shape for shape in _list_forks(client, want.source)}
-        if _is_complete(want, existing_forks):
+        # If the forks in a fleet have several sources, some of those may not be copies.
+        has_one_source = len({shape["forked_from"] for shape in existing_forks.values()}) == 1
+        if has_one_source and _is_complete(want, existing_forks):
             return CurrentState(existing_forks, frozenset(existing_forks), client.now())
     source, captures = _find_source(client, want)
     all_sandboxes = {shape["name"]: shape for shape in map(make_sandbox_shape, client.list_all("/sandboxes"))}
@@ -202,7 +224,7 @@ def _list_forks(client: Client, snapshot: str) -> Iterator[dict[str, Any]]:
 
 def _is_complete(want: DesiredState, existing_forks: Mapping[str, Mapping[str, Any]]) -> bool:
     """Return whether all requested siblings are alive and have the requested sizes, so that no other data is needed."""
-    return bool(existing_forks) and all(
+    return all(
         name in existing_forks
         and not _is_dead(existing_forks[name])
         and all(existing_forks[name][key] == size for key, size in want.sizes.items())
@@ -234,7 +256,8 @@ def _find_siblings(
     A child of the sandbox is a clone if it was forked from a snapshot that the gateway does not list.
     """
     if want.source_kind == "snapshot":
-        return frozenset(shape["name"] for shape in all_sandboxes if shape["forked_from"] == source["id"])
+        copies = find_copies(client, want.source, client.known_objects[_make_source_path(want)])
+        return frozenset(shape["name"] for shape in all_sandboxes if shape["forked_from"] in copies)
     children = [shape for shape in all_sandboxes if shape["parent_sandbox_id"] == source["id"]]
     listed_snapshot_ids = (
         {entry["snapshotID"] for entry in client.list_all("/snapshots", sandboxID=source["id"])} if children else set()
@@ -354,6 +377,7 @@ def _plan_fork(
     want: DesiredState, have: CurrentState, fork_targets: list[tuple[str, Mapping[str, Any] | None]]
 ) -> Action:
     source = have.source or {}
+    check_placement(want.placement, source)
     if want.source_kind == "snapshot":
         check_sizes(want.sizes, source, want.cold_start)
     else:
@@ -373,6 +397,8 @@ def _plan_fork(
     }
     if want.mounts is not None:
         body["volumeMounts"] = [mount.build_request_fields() for mount in want.mounts]
+    if want.placement is not None:
+        body["placement"] = want.placement.build_request_fields()
     if want.concurrency is not None:
         body["concurrency"] = want.concurrency
     if want.metadata:
@@ -390,7 +416,8 @@ def _plan_fork(
     )
     verb = "fork" if want.source_kind == "snapshot" else "clone"
     request = {
-        "source": source.get("id", ""),
+        # All hosts with a copy know the name of the snapshot, but only one knows its id.
+        "source": source.get("id", "") if want.placement is None else want.source,
         "ref": (want.source_kind, want.source),
         "body": body,
         "old": replaced_sandboxes,
@@ -423,7 +450,9 @@ def _predict_view(want: DesiredState, source: Mapping[str, Any], name: str) -> d
         # The gateway chooses the names of clones.
         fork_view["volumes"] = predict_mounts(want.mounts, source)
     if want.source_kind == "snapshot":
-        fork_view["forked_from"] = source["id"]
+        # With a placement, the gateway can choose hosts with other copies.
+        if want.placement is None:
+            fork_view["forked_from"] = source["id"]
     else:
         fork_view["parent_sandbox_id"] = source["id"]
     return fork_view

@@ -26,6 +26,13 @@ from ansible_collections.grove.sandbox.plugins.module_utils._mounts import (
     parse_mounts,
 )
 from ansible_collections.grove.sandbox.plugins.module_utils._names import find_taken_names
+from ansible_collections.grove.sandbox.plugins.module_utils._placement import (
+    PLACEMENT_OPTION,
+    Placement,
+    check_placement,
+    find_copies,
+    parse_placement,
+)
 from ansible_collections.grove.sandbox.plugins.module_utils._plan import (
     Action,
     Change,
@@ -40,6 +47,7 @@ from ansible_collections.grove.sandbox.plugins.module_utils._plan import (
     validate_names,
 )
 from ansible_collections.grove.sandbox.plugins.module_utils._shapes import (
+    HOST_KEY,
     SANDBOX_KEYS,
     make_sandbox_shape,
     make_snapshot_shape,
@@ -74,6 +82,7 @@ ARGUMENTS: dict[str, Any] = {
         },
     },
     "volumes": {"type": "list", "elements": "dict", "options": MOUNT_OPTIONS},
+    "placement": PLACEMENT_OPTION,
     "recreate": {"type": "bool", "default": False},
     "continue_on_error": {"type": "bool", "default": False},
 }
@@ -100,6 +109,7 @@ class DesiredState:
     timeout: int | None = None
     network: Mapping[str, Any] | None = None
     mounts: tuple[Mount, ...] | None = None
+    placement: Placement | None = None
     recreate: bool = False
 
 
@@ -107,7 +117,8 @@ class DesiredState:
 class CurrentState:
     """The state of the gateway that a plan needs.
 
-    ``resources`` maps the requested names to sandboxes. ``taken_names`` and ``volumes`` are keyed by name.
+    ``resources`` maps the requested names to sandboxes. ``taken_names`` and ``volumes`` are keyed by name. ``copies``
+    holds the ids of other copies of the source in a fleet, if any sandbox may have been created from one.
     """
 
     resources: Mapping[str, Mapping[str, Any]]
@@ -115,6 +126,7 @@ class CurrentState:
     source: Mapping[str, Any] | None = None
     taken_names: Mapping[str, str] = field(default_factory=dict)
     volumes: Mapping[str, Any] = field(default_factory=dict)
+    copies: frozenset[str] = frozenset()
 
 
 def parse_desired_state(params: Mapping[str, Any]) -> DesiredState:
@@ -133,8 +145,19 @@ def parse_desired_state(params: Mapping[str, Any]) -> DesiredState:
         timeout=validate_timeout(params.get("timeout")),
         network=_parse_network(params.get("network")),
         mounts=parse_mounts(params.get("volumes")),
+        placement=_parse_placement(params),
         recreate=bool(params.get("recreate")),
     )
+
+
+def _parse_placement(params: Mapping[str, Any]) -> Placement | None:
+    placement = parse_placement(params.get("placement"))
+    if placement and placement.anti_affinity and len(params["name"]) > 1:
+        raise Failure(
+            "placement.anti_affinity applies to the sandboxes of one request, but this module requests each sandbox "
+            "on its own: use the module grove.sandbox.sandbox_fork, or set placement.host for each sandbox"
+        )
+    return placement
 
 
 def validate_timeout(timeout: int | None) -> int | None:
@@ -171,36 +194,42 @@ def observe(client: Client, want: DesiredState) -> CurrentState:
     resources = find_sandboxes(client, want.names)
     if want.state == "absent":
         return CurrentState(resources, client.now())
-    source = find_source(client, want.source_kind, want.source) if want.source else None
-    if source is not None:
-        _require_copy_of_same_host(client, want, resources, source)
+    source, copies = None, frozenset[str]()
+    if want.source:
+        source = find_source(client, want.source_kind, want.source)
+        copies = _find_copies(client, want, resources, source)
     missing_names = [name for name in want.names if name not in resources]
     taken_names = find_taken_names(client, missing_names, excluded_kind="sandbox")
-    return CurrentState(resources, client.now(), source, taken_names, find_volumes(client, want.mounts, source))
+    volumes = find_volumes(client, want.mounts, source)
+    return CurrentState(resources, client.now(), source, taken_names, volumes, copies)
 
 
-def _require_copy_of_same_host(
+def _find_copies(
     client: Client, want: DesiredState, resources: Mapping[str, Mapping[str, Any]], source: Mapping[str, Any]
-) -> None:
-    """Raise Failure if, in a fleet, a sandbox was created from another host's copy of the template or snapshot.
+) -> frozenset[str]:
+    """Return the ids of the source's copies in a fleet, if any sandbox was not created from ``source`` itself.
 
-    The copies have different ids. With `recreate`, each task would replace a sandbox that is as requested.
+    Raises Failure if such a sandbox is on another host and was not created from a copy. Its host may have a different
+    template with this name. With `recreate`, each task would then replace a sandbox that is as requested.
     """
-    source_host = _get_host(client, f"/{want.source_kind}s/{quote_segment(want.source)}")
-    for name, shape in resources.items():
-        host = _get_host(client, f"/sandboxes/{shape['name']}") or _get_host(client, f"/sandboxes/{shape['id']}")
-        if shape["forked_from"] != source["id"] and source_host and host and host != source_host:
+    others = {name: shape for name, shape in resources.items() if shape["forked_from"] != source["id"]}
+    if not others or HOST_KEY not in source:
+        return frozenset()
+    copies = find_copies(client, want.source, client.known_objects[_make_source_path(want)])
+    for name, shape in others.items():
+        host = shape.get(HOST_KEY)
+        if shape["forked_from"] not in copies and host and host != source[HOST_KEY]:
             raise Failure(
                 f"sandbox {name!r} is on host {host!r}, but the gateway uses the {want.source_kind} {want.source!r} of "
-                f"host {source_host!r}, which may be a copy: use the gateway of {host!r} for this task",
+                f"host {source[HOST_KEY]!r}, which is not the same: use the gateway of {host!r} for this task",
                 "conflict",
                 blockers=[shape["id"]],
             )
+    return copies
 
 
-def _get_host(client: Client, path: str) -> str:
-    """Return the host of an object that the client has read, or "" without a fleet."""
-    return str((client.known_objects.get(path) or {}).get("sandboxHost") or "")
+def _make_source_path(want: DesiredState) -> str:
+    return f"/{want.source_kind}s/{quote_segment(want.source)}"
 
 
 def find_sandboxes(client: Client, refs: tuple[str, ...]) -> dict[str, dict[str, Any]]:
@@ -288,7 +317,7 @@ def _plan_sandbox(want: DesiredState, have: CurrentState, name: str) -> list[Act
 
 def _find_fixed_differences(want: DesiredState, have: CurrentState, current_shape: Mapping[str, Any]) -> list[str]:
     differences = []
-    if have.source is not None and current_shape["forked_from"] != have.source["id"]:
+    if have.source is not None and current_shape["forked_from"] not in {have.source["id"], *have.copies}:
         differences.append(
             f"was created from {current_shape['forked_from']}, not from {want.source_kind} {want.source!r}"
         )
@@ -306,6 +335,7 @@ def _plan_creation(want: DesiredState, have: CurrentState, name: str) -> Action:
             f"sandbox {name!r} does not exist, and creating it requires a source: set 'template' or 'snapshot'",
             "not_found",
         )
+    check_placement(want.placement, have.source)
     check_sizes(want.sizes, have.source, want.cold_start)
     check_mounts(want.mounts, have.source, have.volumes)
     request = {"body": _build_request_body(want, name, have.source), "ref": (want.source_kind, want.source)}
@@ -316,6 +346,7 @@ def _plan_replacement(want: DesiredState, have: CurrentState, name: str, current
     source = have.source
     if source is None:
         raise Failure(f"replacing sandbox {name!r} requires a source: set 'template' or 'snapshot'")
+    check_placement(want.placement, source)
     check_sizes(want.sizes, source, want.cold_start)
     check_mounts(want.mounts, source, have.volumes)
     request = {
@@ -329,7 +360,11 @@ def _plan_replacement(want: DesiredState, have: CurrentState, name: str, current
 
 
 def _make_new_view(want: DesiredState, name: str, source: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the view of a new sandbox. Omits ``timeout`` if the gateway's configuration determines it."""
+    """Return the view of a new sandbox.
+
+    Omits ``timeout`` if the gateway's configuration determines it, and ``forked_from`` if the gateway can choose a host
+    with another copy of the source.
+    """
     after: dict[str, Any] = {
         "name": name,
         "state": "paused" if want.state == "paused" else "running",
@@ -341,11 +376,17 @@ def _make_new_view(want: DesiredState, name: str, source: Mapping[str, Any]) -> 
     }
     if want.timeout is not None:
         after["timeout"] = want.timeout
+    if want.placement is not None:
+        del after["forked_from"]
     return after
 
 
 def _build_request_body(want: DesiredState, name: str, source: Mapping[str, Any]) -> dict[str, Any]:
-    body: dict[str, Any] = {"templateID": source["id"], "name": name, "metadata": dict(want.metadata or {})}
+    # All hosts with a copy know the name of the source, but only one knows its id.
+    ref = source["id"] if want.placement is None else want.source
+    body: dict[str, Any] = {"templateID": ref, "name": name, "metadata": dict(want.metadata or {})}
+    if want.placement is not None:
+        body["placement"] = want.placement.build_request_fields()
     body.update(build_size_fields(want.sizes))
     if want.env:
         body["envVars"] = dict(want.env)

@@ -125,6 +125,36 @@ options:
           - Whether the volume is mounted read-only.
         type: bool
         default: false
+  placement:
+    description:
+      - Which hosts of a fleet may get new sandboxes. Only hosts with a copy of the template or snapshot can be chosen.
+      - If not set, the gateway that receives the request chooses the host whose copy it uses; if it has one itself,
+        this is its own host.
+      - This option is ignored if the sandbox already exists. Creating a sandbox with it fails if the gateway is not a
+        member of a fleet, or is too old for fleets.
+    type: dict
+    suboptions:
+      host:
+        description:
+          - Only this host, even if it is cordoned.
+        type: str
+      labels:
+        description:
+          - Only hosts that have all these labels.
+        type: dict
+      strategy:
+        description:
+          - V(local) prefers the host of the gateway, or else the one with the most free memory. V(spread) distributes
+            the sandboxes evenly. V(pack) uses as few hosts as possible.
+          - If not set, V(local). The module requests each sandbox on its own. To distribute several sandboxes evenly,
+            use M(grove.sandbox.sandbox_fork).
+        type: str
+        choices: [local, spread, pack]
+      anti_affinity:
+        description:
+          - Not valid with several names, because the module requests each sandbox on its own. Use
+            M(grove.sandbox.sandbox_fork) instead.
+        type: bool
   recreate:
     description:
       - If V(true), a sandbox that differs in a fixed property is replaced, and its contents are lost. The old sandbox
@@ -143,6 +173,7 @@ attributes:
     details:
       - Check mode cannot predict that a machine fails to start. If the gateway's host is almost full, it can only
         estimate whether there is room.
+      - Check mode cannot predict O(placement) for new sandboxes, and fails if the gateway is a member of a fleet.
 extends_documentation_fragment:
   - grove.sandbox.gateway
   - grove.sandbox.attributes
@@ -195,6 +226,13 @@ EXAMPLES = r"""
     cold_start: true
     state: running
     recreate: true
+
+- name: Create a sandbox on one host of a fleet
+  grove.sandbox.sandbox:
+    name: web
+    template: base
+    placement:
+      host: h2
 
 - name: Remove them
   grove.sandbox.sandbox:

@@ -128,6 +128,35 @@ options:
           - The gateway chooses the name of the clone, and removes the clone once no sandbox uses it.
         type: bool
         default: false
+  placement:
+    description:
+      - Which hosts of a fleet may get new siblings. Only hosts with a copy of the snapshot can be chosen. The siblings
+        of one task are created on all chosen hosts, or on none.
+      - If not set, the gateway that receives the request chooses the host whose copy it uses; if it has one itself,
+        this is its own host.
+      - This option is ignored for existing siblings. Creating siblings with it fails if the gateway is not a member of
+        a fleet, or is too old for fleets. It is not valid with O(sandbox).
+    type: dict
+    suboptions:
+      host:
+        description:
+          - Only this host, even if it is cordoned.
+        type: str
+      labels:
+        description:
+          - Only hosts that have all these labels.
+        type: dict
+      strategy:
+        description:
+          - V(local) prefers the host of the gateway, or else the one with the most free memory. V(spread) distributes
+            the sandboxes evenly. V(pack) uses as few hosts as possible.
+          - If not set, V(spread) for several siblings, and V(local) for one.
+        type: str
+        choices: [local, spread, pack]
+      anti_affinity:
+        description:
+          - Whether each sibling that the task creates gets a host of its own.
+        type: bool
   recreate:
     description:
       - If V(true), a sandbox that differs in a fixed property is replaced, and its contents are lost. The old sandbox
@@ -146,6 +175,7 @@ attributes:
     details:
       - Check mode cannot predict that a machine fails to start. If the gateway's host is almost full, it can only
         estimate whether there is room.
+      - Check mode cannot predict O(placement) for new sandboxes, and fails if the gateway is a member of a fleet.
 extends_documentation_fragment:
   - grove.sandbox.gateway
   - grove.sandbox.attributes
@@ -191,6 +221,16 @@ EXAMPLES = r"""
       - name: cache
         path: /srv/cache
         clone: true
+
+- name: Distribute thirty siblings over the hosts of a fleet in one zone
+  grove.sandbox.sandbox_fork:
+    snapshot: golden
+    count: 30
+    name_prefix: ci
+    placement:
+      strategy: spread
+      labels:
+        zone: a
 
 - name: Remove all siblings
   grove.sandbox.sandbox_fork:

@@ -1,9 +1,11 @@
-"""The names of hosts in the results of modules, in inventories and in the output of sandboxctl."""
+"""Modules, inventories and sandboxctl in a fleet: the hosts of objects, and the placement of new sandboxes."""
 
 from __future__ import annotations
 
 import io
+import itertools
 import sys
+from collections import Counter
 from typing import Any
 
 import pytest
@@ -21,6 +23,7 @@ from tests.fleet.test_forwarding import Objects
 from tests.fleet.world import FleetHost
 
 Pair = tuple[FleetHost, FleetHost]
+_numbers = itertools.count()
 
 
 @pytest.fixture
@@ -44,6 +47,16 @@ def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> 
 def _run_info(listing: Any, gateway: MemoryGateway, name: str) -> Any:
     (entry,) = run_task(listing, gateway, name=[name])[listing.plural]
     return entry
+
+
+def _make_names(count: int) -> list[str]:
+    """Return names that no other test uses."""
+    return [f"placed-{next(_numbers)}" for _ in range(count)]
+
+
+def _count_hosts(result: Any) -> dict[str, int]:
+    assert not result.get("failed"), result
+    return Counter(each[HOST_KEY] for each in result["sandboxes"])
 
 
 @pytest.mark.parametrize("check", [True, False])
@@ -115,3 +128,134 @@ def test_sandboxctl_names_the_host_of_each_object(pair: Pair, run: Run) -> None:
         entries = run(*command, "--json", gateway=one.gateway).json
         entry = next(each for each in entries if name in (each.get("name"), *each.get("names", [])))
         assert entry["sandboxHost"] == "h2"
+
+
+def test_a_task_creates_a_sandbox_on_the_requested_host(pair: Pair) -> None:
+    one, _ = pair
+    (name,) = _make_names(1)
+    options: dict[str, Any] = {"name": [name], "template": "base", "placement": {"host": "h2"}}
+    refused = run_task(_sandbox, one.gateway, check=True, **options)
+    assert refused["failure"]["kind"] == "unsupported"
+    assert "placement: not supported in a plan session" in refused["msg"]
+    assert "run the task without check mode" in refused["msg"]
+    created = run_task(_sandbox, one.gateway, **options)
+    assert _count_hosts(created) == {"h2": 1} and created["changed"]
+    for host in pair:
+        for check in (True, False):
+            for changes in ({}, {"placement": None}, {"placement": {"host": "h1"}}, {"recreate": True}):
+                result = run_task(_sandbox, host.gateway, check=check, **{**options, **changes})
+                assert _count_hosts(result) == {"h2": 1} and not result["changed"], (host.name, check, changes)
+    refused = run_task(_sandbox, one.gateway, **{**options, "name": _make_names(1), "placement": {"host": "h9"}})
+    assert "no host can take the sandbox: h1 (not the requested host), h2 (not the requested host)" in refused["msg"]
+    options = {"name": _make_names(1), "template": "base", "placement": {"labels": {"zone": 1}}}
+    assert "it has no label 'zone'" in run_task(_sandbox, one.gateway, **options)["msg"]
+
+
+def test_a_task_replaces_a_sandbox_on_the_requested_host(pair: Pair) -> None:
+    one, _ = pair
+    (name,) = _make_names(1)
+    options: dict[str, Any] = {"name": [name], "template": "base", "recreate": True}
+    assert _count_hosts(run_task(_sandbox, one.gateway, **options)) == {"h1": 1}
+    options |= {"memory_mb": 1024, "cold_start": True, "placement": {"host": "h2"}}
+    replaced = run_task(_sandbox, one.gateway, **options)
+    assert _count_hosts(replaced) == {"h2": 1} and replaced["outcomes"][0]["actions"] == ["replace"]
+    assert not run_task(_sandbox, one.gateway, **options)["changed"]
+
+
+def test_a_task_distributes_forks_over_the_hosts(pair: Pair) -> None:
+    one, two = pair
+    names = _make_names(4)
+    options: dict[str, Any] = {"snapshot": "base", "names": names, "placement": {"strategy": "spread"}}
+    assert "not supported in a plan session" in run_task(_fork, one.gateway, check=True, **options)["msg"]
+    created = run_task(_fork, one.gateway, **options)
+    assert _count_hosts(created) == {"h1": 2, "h2": 2} and created["changed"]
+    assert [each["name"] for each in created["sandboxes"]] == names
+    for host in pair:
+        for check in (True, False):
+            for changes in ({}, {"placement": None}, {"metadata": {}, "volumes": []}):
+                result = run_task(_fork, host.gateway, check=check, **{**options, **changes})
+                assert not result.get("failed") and not result["changed"], (host.name, check, changes, result)
+    two.client().delete(f"/sandboxes/{names[0]}").raise_for_status()
+    one.client().delete(f"/sandboxes/{names[1]}").raise_for_status()
+    options["placement"] = {"host": "h2", "anti_affinity": False}
+    assert run_task(_fork, two.gateway, **options)["changed"]
+    removed = run_task(_fork, one.gateway, snapshot="base", names=names, state="absent")
+    assert removed["changed"] and not removed.get("failed") and removed["sandboxes"] == []
+    options = {"snapshot": "base", "names": _make_names(3), "placement": {"anti_affinity": True}}
+    assert run_task(_fork, one.gateway, **options)["failure"]["kind"] == "no_space"
+
+
+def test_forks_of_different_templates_with_one_name_are_no_copies(pair: Pair) -> None:
+    one, two = pair
+    (template,) = _make_names(1)
+    one.gateway.build_template(template, setup=["true"])
+    two.gateway.build_template(template, setup=["false"])
+    names = _make_names(2)
+    for host, name in zip(pair, names, strict=True):
+        host.post("/sandboxes", {"templateID": host.get(f"/templates/{template}")["templateID"], "name": name})
+    refused = run_task(_sandbox, one.gateway, name=[names[1]], template=template, recreate=True)
+    assert f"is on host 'h2', but the gateway uses the template '{template}' of host 'h1'" in refused["msg"]
+    refused = run_task(_fork, one.gateway, snapshot=template, names=names)
+    assert refused["failure"]["kind"] == "conflict" and f"{names[1]!r} exists but is not a fork" in refused["msg"]
+
+
+def test_a_placement_that_cannot_apply_is_refused(pair: Pair) -> None:
+    one, _ = pair
+    options: dict[str, Any] = {"name": _make_names(2), "template": "base", "placement": {"anti_affinity": True}}
+    assert "requests each sandbox on its own" in run_task(_sandbox, one.gateway, **options)["msg"]
+    options = {"sandbox": "web", "names": _make_names(1), "placement": {"host": "h1"}}
+    assert "the clones of a running sandbox stay on its host" in run_task(_fork, one.gateway, **options)["msg"]
+
+
+@pytest.mark.parametrize("check", [True, False])
+def test_a_task_with_a_placement_needs_a_fleet(tmp_path: Any, check: bool) -> None:
+    gateway = MemoryGateway(tmp_path)
+    try:
+        gateway.build_template()
+        run_task(_sandbox, gateway, name=["web"], template="base")
+        placement = {"host": "h1"}
+        for kind, options in (
+            (_sandbox, {"name": ["new"], "template": "base"}),
+            (_fork, {"snapshot": "base", "names": ["new"]}),
+        ):
+            refused = run_task(kind, gateway, check=check, placement=placement, **options)
+            assert refused["failure"]["kind"] == "unsupported" and not refused["changed"]
+            assert "remove this option, or upgrade the gateway and add the section [fleet]" in refused["msg"]
+            for nothing in (None, {}, {"host": None, "labels": None, "strategy": None, "anti_affinity": None}):
+                names = [f"without-{kind.__name__[-4:]}"]
+                changes = {"name": names} if kind is _sandbox else {"names": names}
+                result = run_task(kind, gateway, check=check, placement=nothing, **{**options, **changes})
+                assert not result.get("failed"), result
+        result = run_task(_sandbox, gateway, check=check, name=["web"], template="base", placement=placement)
+        assert not result.get("failed") and not result["changed"], "it is ignored for an existing sandbox"
+    finally:
+        gateway.end()
+
+
+def test_sandboxctl_chooses_hosts(pair: Pair, run: Run, tmp_path: Any) -> None:
+    one, _ = pair
+    names = _make_names(5)
+
+    def list_hosts(*args: str) -> list[str]:
+        outcome = run(*args, "--json", gateway=one.gateway)
+        assert outcome.code == 0, outcome.err
+        return sorted(each["sandboxHost"] for each in outcome.json.get("sandboxes", [outcome.json]))
+
+    assert list_hosts("create", "base", "--name", names[0], "--host", "h2") == ["h2"]
+    assert list_hosts("create", "base", "--name", names[1], "--strategy", "local") == ["h1"]
+    fork = ("snapshot", "fork", "base", "--names")
+    assert list_hosts(*fork, ",".join(names[2:4]), "--anti-affinity") == ["h1", "h2"]
+    assert list_hosts(*fork, names[4], "--host", "h2") == ["h2"]
+    refused = run("create", "base", "--host-label", "zone=a", gateway=one.gateway)
+    assert refused.code != 0 and "it has no label 'zone'" in refused.err
+    refused = run("create", "base", "--strategy", "random", gateway=one.gateway)
+    assert refused.code != 0 and "--strategy: " in refused.err
+    alone = MemoryGateway(tmp_path)
+    try:
+        alone.build_template()
+        refused = run("create", "base", "--host", "h2", gateway=alone)
+        assert refused.code != 0
+        assert "placement: not supported, because this gateway has only its own host" in refused.err
+        assert run("create", "base", gateway=alone).code == 0
+    finally:
+        alone.end()

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from ansible_collections.grove.sandbox.plugins.module_utils import _snapshot
+from ansible_collections.grove.sandbox.plugins.module_utils import _fork, _sandbox, _snapshot
 
 from tests.api.test_artifact_modules import changed, run_task, run_thrice
 from tests.api.test_artifacts import Registry, take, wait_for
@@ -90,6 +90,26 @@ def test_members_trust_what_another_member_has_pushed(hosts: Pair, reference: st
         copy = one.get(f"/snapshots/{transfer['snapshotID']}")
         assert copy["names"] == snapshot["names"] and copy["imported"]["signer"] == signers["h2"]
     assert one.get("/fleet")["conflicts"] == two.get("/fleet")["conflicts"] == []
+
+
+def test_a_task_forks_both_copies_of_a_snapshot(hosts: Pair, reference: str) -> None:
+    one, two = hosts
+    snapshot = f"taken-{next(_numbers)}"
+    take(two.client(), snapshot)
+    with two.client() as client:
+        wait_for(client, client.post(f"/snapshots/{snapshot}/push", json={"reference": reference}))
+    with one.client() as client:
+        assert wait_for(client, client.post("/snapshots/pull", json={"reference": reference}))["status"] == "ready"
+    names = [f"{snapshot}-a", f"{snapshot}-b"]
+    options: dict[str, Any] = {"snapshot": snapshot, "names": names, "placement": {"anti_affinity": True}}
+    assert len(one.get("/snapshots", name=snapshot)) == 2
+    created = run_task(_fork, one.gateway, **options)
+    assert created["changed"] and sorted(each["sandbox_host"] for each in created["sandboxes"]) == ["h1", "h2"], created
+    assert len({each["forked_from"] for each in created["sandboxes"]}) == 2
+    for host in hosts:
+        assert run_task(_fork, host.gateway, **options)["outcomes"] == []
+        result = run_task(_sandbox, host.gateway, name=names, snapshot=snapshot)
+        assert not result["changed"] and not result.get("failed"), result
 
 
 def test_what_arrives_cannot_get_a_name_of_another_host(hosts: Pair, reference: str) -> None:

@@ -15,6 +15,7 @@ _OPTION_BY_FIELD = {
     "diskSizeMB": "disk",
     "envVars": "env",
     "fromSnapshot": "from",
+    "labels": "host-label",
     "memory: false": "no-memory",
     "registryPassword": "registry-password-file",
     "volumeMounts": "volume",

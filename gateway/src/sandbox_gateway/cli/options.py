@@ -43,6 +43,21 @@ Volumes = Annotated[
     ),
 ]
 NoVolumes = Annotated[bool, typer.Option("--no-volumes", help="Mount no volumes, not even the captured ones.")]
+Host = Annotated[str, typer.Option("--host", metavar="NAME", help="In a fleet: only this host.", show_default=False)]
+HostLabels = Annotated[
+    list[str] | None,
+    typer.Option("--host-label", metavar="KEY=VALUE", help="In a fleet: only hosts with this label; repeatable."),
+]
+Strategy = Annotated[
+    str,
+    typer.Option(
+        "--strategy",
+        metavar="local|spread|pack",
+        help="In a fleet: how to choose hosts. Default: local for one sandbox, spread for several.",
+        show_default=False,
+    ),
+]
+AntiAffinity = Annotated[bool, typer.Option("--anti-affinity", help="In a fleet: a host of its own for each sandbox.")]
 Count = Annotated[
     int | None, typer.Option("--count", "-n", min=1, max=1000, help="Number of sandboxes.", show_default=False)
 ]
@@ -117,6 +132,20 @@ class SandboxOptions:
         if self.no_internet:
             body["allow_internet_access"] = False
         return body
+
+
+def build_placement_fields(
+    host: str, labels: list[str] | None, strategy: str, anti_affinity: bool
+) -> dict[str, dict[str, Any]]:
+    """Return the field of the request that says which hosts of a fleet to use, or nothing if no option is given."""
+    fields = {
+        "host": host,
+        "labels": formats.parse_pairs(labels or [], "a label"),
+        "strategy": strategy,
+        "antiAffinity": anti_affinity,
+    }
+    placement = {key: value for key, value in fields.items() if value}
+    return {"placement": placement} if placement else {}
 
 
 def build_size_fields(cpus: int | None, memory: str, disk: str) -> dict[str, int]:

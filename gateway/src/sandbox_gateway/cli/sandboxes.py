@@ -55,6 +55,9 @@ def create(
     cold_start: options.ColdStart = False,
     volume: options.Volumes = None,
     no_volumes: options.NoVolumes = False,
+    host: options.Host = "",
+    host_label: options.HostLabels = None,
+    strategy: options.Strategy = "",
     as_json: Json = False,
 ) -> None:
     """Create a sandbox from a template or a snapshot."""
@@ -76,6 +79,7 @@ def create(
         no_volumes,
     )
     body = {"templateID": template, **({"name": name} if name else {}), **sandbox_options.build_body()}
+    body |= options.build_placement_fields(host, host_label, strategy, anti_affinity=False)
     new_sandbox = settings.client.call("POST", "/sandboxes", body)
     _print_sandbox(new_sandbox, settings.json)
 

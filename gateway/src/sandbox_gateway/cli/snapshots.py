@@ -130,6 +130,10 @@ def fork(
     cold_start: options.ColdStart = False,
     volume: options.Volumes = None,
     no_volumes: options.NoVolumes = False,
+    host: options.Host = "",
+    host_label: options.HostLabels = None,
+    strategy: options.Strategy = "",
+    anti_affinity: options.AntiAffinity = False,
     as_json: Json = False,
 ) -> None:
     """Create sandboxes from a snapshot. Each continues from the captured state."""
@@ -156,6 +160,7 @@ def fork(
     )
     route = build_path("snapshots", snapshot, "fork")
     body = {**count_fields, **sandbox_options.build_body()}
+    body |= options.build_placement_fields(host, host_label, strategy, anti_affinity)
     print_forks(create_forks(settings.client, route, body, total, f"forking {snapshot}"), settings)
 
 

@@ -263,7 +263,8 @@ def _require_no_placement(scope: Scope, body: bytes) -> None:
     if (parse_object(body) or {}).get("placement") is not None:
         raise Unsupported(
             f"placement: not supported in a {_describe_run(scope)}, whose sandboxes are all on the host of its own "
-            "gateway: omit this field, or use the gateway of the host that you want"
+            "gateway: make this request outside of it (in Ansible, run the task without check mode and without a "
+            "plan), or omit this field and use the gateway of the host that you want"
         )
 
 
