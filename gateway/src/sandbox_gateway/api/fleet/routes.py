@@ -113,6 +113,7 @@ ROUTES: dict[tuple[str, str], RouteClass] = {
     ("POST", "/templates/pull"): Local(),
     ("POST", "/volumes/import"): Local(),
     ("POST", "/templates"): Local(),
+    ("POST", "/dockerfiles"): Local(),
     ("POST", "/v3/templates"): Local(),
     ("POST", "/v1/snapshots"): Local(),
     ("POST", "/volumes"): ByBody("volume", ("fromSnapshot",)),
