@@ -19,7 +19,7 @@ from tests.support import session
 
 ADMIN_KEY, EXEC_KEY, READ_KEY = "admin-key-0123456789", "exec-key-0123456789", "read-key-0123456789"
 OTHER_EXEC_KEY = "other-exec-key-0123456789"
-_START_TIMEOUT_SECONDS = 20
+_START_TIMEOUT_SECONDS = 60
 
 
 class MemoryGateway:
@@ -94,9 +94,9 @@ class MemoryGateway:
         """Return a client that connects over TCP with ``key``, or over the unix socket if ``key`` is None."""
         if key is None:
             transport = httpx.HTTPTransport(uds=str(self.socket))
-            return httpx.Client(transport=transport, base_url="http://gateway", timeout=20)
+            return httpx.Client(transport=transport, base_url="http://gateway", timeout=60)
         headers = {"X-API-Key": key} if key else {}
-        return httpx.Client(base_url=self.url, headers=headers, timeout=20)
+        return httpx.Client(base_url=self.url, headers=headers, timeout=60)
 
     def machine(self, sandbox_id: str) -> Machine:
         return self.host.machines[self.engine.sandboxes.get(sandbox_id).instance]

@@ -28,7 +28,7 @@ def test_a_client_cannot_hold_a_fork_back(pair: Pair) -> None:
     with one.client(ADMIN_KEY) as client:
         headers = {"X-Sandbox-Gateway-Hold": "0123456789abcdef"}
         client.post(f"/snapshots/{objects.names['snapshot']}/fork", json={}, headers=headers).raise_for_status()
-    assert time.monotonic() - started < 15, "a held share waits for two minutes"
+    assert time.monotonic() - started < 60, "a held share waits for two minutes"
 
 
 @pytest.mark.parametrize("path", ["/fleet/holds/0123456789abcdef", "/fleet/knows/sandbox/a", "/fleet/knows/transfer/a"])
@@ -45,9 +45,11 @@ def test_clients_cannot_use_the_paths_between_gateways(path: str, pair: Pair) ->
             assert ("frozen" in forwarded.text) == (key == ADMIN_KEY), "the agent of the test answers so"
 
 
+@pytest.mark.usefixtures("real_times")
 def test_names_that_do_not_exist_do_not_end_the_membership(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     """Without a key, anyone can make a gateway look for sandboxes."""
     one, two = world.start("h1", "h2")
+    leases = {one.get_directory()._membership.lease}
     transactions: list[int] = []
     transact = Store.transact
 
@@ -58,7 +60,7 @@ def test_names_that_do_not_exist_do_not_end_the_membership(world: World, monkeyp
     monkeypatch.setattr(Store, "transact", count_transaction)
 
     def flood(worker: int) -> int:
-        with httpx.Client(base_url=one.gateway.url, timeout=60) as client:
+        with httpx.Client(base_url=one.gateway.url, timeout=120) as client:
             for number in range(100):
                 headers = {"E2b-Sandbox-Id": f"nowhere-{worker}-{number}", "E2b-Sandbox-Port": "80"}
                 assert client.get("/x", headers=headers).status_code == 403
@@ -67,23 +69,26 @@ def test_names_that_do_not_exist_do_not_end_the_membership(world: World, monkeyp
     with concurrent.futures.ThreadPoolExecutor(16) as pool:
         request_count = sum(pool.map(flood, range(16)))
     assert len(transactions) < request_count / 2, "names share requests to etcd"
+    assert leases == {one.get_directory()._membership.lease}, "the membership has not ended"
     assert one.get("/fleet")["state"] == "joined" and two.list_running_members() == ["h1", "h2"]
 
 
+@pytest.mark.usefixtures("real_times")
 def test_names_that_do_not_exist_are_answered_at_once_while_etcd_is_away(world: World) -> None:
     one, _ = world.start("h1", "h2")
-    world.etcd.kill()
+    world.etcd.stop_answering()
     with one.client() as client:
         client.get("/sandboxes/nowhere")  # notices that etcd is away
         started = time.monotonic()
-        for number in range(5):
+        for number in range(10):
             assert client.get(f"/sandboxes/nowhere-{number}").status_code == 404
-    assert time.monotonic() - started < 2
+    assert time.monotonic() - started < 15, "waiting for etcd takes two seconds each time"
+    world.etcd.answer_again()
 
 
 def test_strangers_cannot_occupy_the_listener_for_gateways(world: World) -> None:
     host = world.create_host("h1")
-    host.server_settings = {"request_seconds": 2, "connections_per_address": 4}
+    host.server_settings = {"request_seconds": 10, "connections_per_address": 4}
     host.start()
 
     def is_closed(connection: socket.socket) -> bool:
@@ -95,6 +100,7 @@ def test_strangers_cannot_occupy_the_listener_for_gateways(world: World) -> None
         except ConnectionResetError:
             return True
 
+    started = time.monotonic()
     with contextlib.ExitStack() as stack:
         connections = [
             stack.enter_context(socket.create_connection(("127.0.0.1", host.port), timeout=10)) for _ in range(12)
@@ -103,9 +109,9 @@ def test_strangers_cannot_occupy_the_listener_for_gateways(world: World) -> None
         for connection in connections[::2]:
             with contextlib.suppress(OSError):
                 connection.sendall(b"\x16\x03\x01\x40\x00\x01")
-        time.sleep(0.5)
-        assert [is_closed(connection) for connection in connections].count(False) <= 4
-        wait_until(lambda: all(map(is_closed, connections)), 10)
+        wait_until(lambda: [*map(is_closed, connections)].count(False) <= 4)
+        assert time.monotonic() - started < 10, "the others do not wait until their time is over"
+        wait_until(lambda: all(map(is_closed, connections)))
     certificate = world.get_certificate("h1").create_client_context()
     request = b"GET /health HTTP/1.1\r\nHost: h\r\nConnection: close\r\n\r\n"
     assert connect_to_peer_listener(host, certificate, request).startswith(b"HTTP/1.1 200")

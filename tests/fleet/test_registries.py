@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import random
-import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -16,6 +15,7 @@ from tests.api.test_artifacts import Registry, take, wait_for
 from tests.fleet.world import FleetHost, World, created_world
 from tests.support.certificates import Authority
 from tests.support.etcd import running_etcd
+from tests.support.waiting import wait_until
 
 Pair = tuple[FleetHost, FleetHost]
 _numbers = itertools.count()
@@ -145,7 +145,7 @@ def test_the_name_of_an_import_is_claimed_before_it_is_complete(hosts: Pair) -> 
 
     def send() -> Iterator[bytes]:
         yield file[:-1000]
-        time.sleep(1)
+        wait_until(lambda: two.list_known_hosts("arriving"))
         with two.client() as client:
             statuses.append(client.post("/volumes", json={"name": "arriving"}).status_code)
         yield file[-1000:]

@@ -126,7 +126,7 @@ def test_a_module_does_not_take_the_sandboxes_of_a_silent_host_for_missing(world
     wait_until(lambda: one.list_running_members() == ["h1"])
     for names in (["web"], ["web", "db"]):
         for state in ("absent", "running"):
-            result = _run_sandbox_task(one, check=False, name=names, state=state, gateway_timeout=1)
+            result = _run_sandbox_task(one, check=False, name=names, state=state, gateway_timeout=4)
             assert result["failed"] and result["failure"]["kind"] == "unavailable", result
             assert "h2" in result["msg"]
     with one.client() as client:

@@ -59,12 +59,14 @@ async def test_all_keys_of_a_prefix_are_read_page_by_page(store: Store, monkeypa
 
 
 async def test_a_lease_ends_with_its_keys_unless_it_is_renewed(store: Store) -> None:
-    kept, lost = await store.grant_lease(2), await store.grant_lease(2)
+    kept, lost = await store.grant_lease(8), await store.grant_lease(4)
     await store.put("/kept", b"x", kept)
     await store.put("/lost", b"x", lost)
-    for _ in range(8):
+    deadline, started_at = time.monotonic() + 60, time.monotonic()
+    while len((await store.load("/"))[0]) > 1 or time.monotonic() < started_at + 10:
         await asyncio.sleep(0.5)
         assert await store.renew_lease(kept)
+        assert time.monotonic() < deadline
     assert [entry.key for entry in (await store.load("/"))[0]] == ["/kept"]
     assert not await store.renew_lease(lost)
     with pytest.raises(StoreRefused, match="lease not found"):
@@ -99,7 +101,7 @@ async def test_a_watch_ends_with_an_error_when_etcd_is_killed(store: Store, etcd
     assert not waiting.done()
     etcd.kill()
     with pytest.raises(StoreUnavailable, match="the watch of etcd has ended"):
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(30):
             await waiting
     await watch.aclose()
 
@@ -108,18 +110,19 @@ async def test_a_silent_watch_ends_with_an_error(store: Store, etcd: Etcd, monke
     monkeypatch.setattr(etcd_store, "_WATCH_SILENCE_SECONDS", 1)
     watch = store.watch("/names/", 1)
     with pytest.raises(StoreUnavailable, match="no answer in time"):
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(30):
             await anext(watch)
     await watch.aclose()
 
 
+@pytest.mark.usefixtures("real_times")
 async def test_requests_fail_in_time_while_etcd_does_not_answer(store: Store, etcd: Etcd) -> None:
     await store.put("/names/1", b"x")
     etcd.stop_answering()
     started_at = time.monotonic()
     with pytest.raises(StoreUnavailable, match=r"no answer in time.*must wait until it is back"):
         await store.put("/names/2", b"x")
-    assert time.monotonic() - started_at < 4
+    assert time.monotonic() - started_at < 10
     assert store.is_away
     etcd.answer_again()
     await store.put("/names/3", b"x")
@@ -141,7 +144,7 @@ async def test_another_member_answers_when_one_is_killed(tmp_path: Path) -> None
         store = Store([server.endpoint for server in servers])
         await store.put("/names/1", b"x")
         servers[0].kill()
-        deadline = time.monotonic() + 15
+        deadline = time.monotonic() + 60
         while True:  # The killed member may have been the leader.
             try:
                 await store.put("/names/2", b"x")

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import httpx
+import pytest
 
+from sandbox_gateway.fleet.directory import Directory
 from sandbox_gateway.hosts.base import Scan
 from tests.api.memory_gateway import MemoryGateway
 from tests.api.memory_host import MemoryHost
@@ -66,6 +70,16 @@ class FleetHost:
         if gateway:
             gateway.end()
 
+    @contextlib.contextmanager
+    def hanging(self) -> Iterator[None]:
+        """Let the gateway do nothing in this context."""
+        may_go_on = threading.Event()
+        self.gateway.loop.call_soon_threadsafe(may_go_on.wait, 120)
+        try:
+            yield
+        finally:
+            may_go_on.set()
+
     def client(self, key: str | None = None) -> httpx.Client:
         return self.gateway.client(key)
 
@@ -82,8 +96,38 @@ class FleetHost:
         assert response.status_code == status, response.text
         return response.json() if response.content else None
 
+    def get_directory(self) -> Directory:
+        directory = self.gateway.engine._context.claims
+        assert isinstance(directory, Directory)
+        return directory
+
+    def list_known_hosts(self, ref: str) -> list[str]:
+        """Return the hosts that have an object with this name or id, as far as this gateway knows."""
+        return sorted(holder.host for holder in self.get_directory()._view.find_holders(ref))
+
     def list_running_members(self) -> list[str]:
         return [host["name"] for host in self.get("/fleet")["hosts"] if host["state"] == "running"]
+
+
+class Held:
+    """Lets a method of a host, such as ``fork``, begin its work only when the test says so."""
+
+    def __init__(self, host: FleetHost, method: str, monkeypatch: pytest.MonkeyPatch) -> None:
+        self._loop = host.gateway.loop
+        self._may_begin = asyncio.Event()
+        self.count = 0
+        """How many calls have arrived."""
+        work = getattr(host.host, method)
+
+        async def work_later(*arguments: Any, **options: Any) -> Any:
+            self.count += 1
+            await self._may_begin.wait()
+            return await work(*arguments, **options)
+
+        monkeypatch.setattr(host.host, method, work_later)
+
+    def release(self) -> None:
+        self._loop.call_soon_threadsafe(self._may_begin.set)
 
 
 class World:
