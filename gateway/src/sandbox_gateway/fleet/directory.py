@@ -37,7 +37,7 @@ from sandbox_gateway.fleet.store import (
 from sandbox_gateway.fleet.view import View
 from sandbox_gateway.log import Logger
 from sandbox_gateway.records import Sandbox
-from sandbox_gateway.tasks import finish_despite_cancellation
+from sandbox_gateway.tasks import BackgroundTasks, finish_despite_cancellation
 
 _RETRY_SECONDS = 1.0
 _MAX_ATTEMPTS = 5
@@ -77,12 +77,18 @@ class Directory:
         self._change = asyncio.Event()
         self._claimed_ids: Counter[str] = Counter()
         """Ids of the objects that are getting names, so that their keys must not be deleted."""
+        self._held_claims: dict[object, Sequence[Claim]] = {}
+        """The claims of the operations that run."""
         self._refs_in_flight: set[str] = set()
+        """Names and ids in a request that publishes them."""
+        self._refs_being_claimed: Counter[str] = Counter()
+        """Names and ids in requests that claim them. etcd could carry out a request for the same key in any order."""
         self._publishing = asyncio.Lock()
         self._starting_machines: Counter[str] = Counter()
         """By the id of a new sandbox: 1 while it is being created."""
         self._conflicts: dict[tuple[str, str], str] = {}
         """A sentence for each name that another host also has, by the name and that host."""
+        self._background = BackgroundTasks(log)
 
     def attach(self) -> None:
         """Follow the engine and the view from now on."""
@@ -90,9 +96,16 @@ class Directory:
         self._engine.use_claims(self)
         self._view.load_listeners.append(self._compare)
         self._view.object_listeners.append(self._check_conflicts)
-        self._membership.join_listeners.append(self._mark_claims_changed)
+        self._membership.join_listeners.append(self._renew_claims)
 
     async def close(self) -> None:
+        """Publish what has just been committed, because the lease, which still has its names, is about to end."""
+        await self._background.cancel()
+        if self._membership.lease and not self._store.is_away:
+            try:
+                await self._publish_changed()
+            except GatewayError as error:
+                log.warning("the last changes could not be published", reason=error.message)
         await self._lookups.close()
 
     def list_conflicts(self) -> list[str]:
@@ -146,8 +159,10 @@ class Directory:
             for claim in claims
             if isinstance(claim.record, Sandbox) and claim.record.id not in self._engine.index.sandboxes
         ]
+        key = object()
         try:
             await self._reserve_room(machines)
+            self._held_claims[key] = claims
             try:
                 # A thread sends the request, and cannot be cancelled.
                 await finish_despite_cancellation(self._claim_all(claims))
@@ -156,6 +171,7 @@ class Directory:
                     raise
             yield
         finally:
+            self._held_claims.pop(key, None)
             self._claimed_ids.subtract(ids)
             self._claimed_ids += Counter()
             for id in machines:
@@ -188,11 +204,7 @@ class Directory:
                 f"this gateway is not a member of its fleet, so that no new names are given: "
                 f"{self._membership.refusal.message}"
             )
-        if not self._membership.lease:
-            raise StoreUnavailable(
-                "this gateway is not a member of its fleet at the moment, because etcd does not answer: new sandboxes "
-                "and new names must wait until it is back"
-            )
+        self._require_lease()
         outcomes = await asyncio.gather(
             *(self._claim_batch(batch) for batch in _split_into_batches(claims)), return_exceptions=True
         )
@@ -200,14 +212,39 @@ class Directory:
             if isinstance(outcome, BaseException):
                 raise outcome
 
+    def _require_lease(self) -> int:
+        """Return the lease. Without one, the names that are claimed would never be released after a crash."""
+        if not self._membership.lease:
+            raise StoreUnavailable(
+                "this gateway is not a member of its fleet at the moment, because etcd does not answer: new sandboxes "
+                "and new names must wait until it is back"
+            )
+        return self._membership.lease
+
     async def _claim_batch(self, claims: Sequence[Claim]) -> None:
-        records = {claim.record.id: describe_object(claim.record) for claim in claims}
         owners = {ref: claim.record.id for claim in claims for ref in (claim.record.id, *claim.names)}
+        self._refs_being_claimed.update(owners.keys())
+        try:
+            if self._refs_in_flight & owners.keys():
+                async with self._publishing:
+                    pass
+            await self._claim_refs(claims, owners)
+        finally:
+            self._refs_being_claimed.subtract(owners.keys())
+            self._refs_being_claimed += Counter()
+            for ref, id in owners.items():
+                self._mark_changed(id)
+                if published := self._published.get(ref):
+                    self._mark_changed(published.owner)
+
+    async def _claim_refs(self, claims: Sequence[Claim], owners: dict[str, str]) -> None:
+        records = {claim.record.id: describe_object(claim.record) for claim in claims}
         new_names = {name for claim in claims for name in claim.names}
-        if self._refs_in_flight & owners.keys():
-            async with self._publishing:
-                pass
         values = {ref: record.dump() for ref, id in owners.items() if (record := records[id])}
+        for id in records:
+            # The id of an object that gets another name must stay if this gateway dies.
+            if id not in new_names and self._published.get(id) == _Published(id, values.get(id, b""), is_claim=False):
+                del values[id]
         # No other host can have a name while this host has it.
         compare = [
             etcd.exists(self._keys.object(ref, self._membership.name))
@@ -216,9 +253,9 @@ class Directory:
             for ref in sorted(new_names)
         ]
         for _ in range(_MAX_ATTEMPTS):
-            lease = self._membership.lease
+            lease = self._require_lease()
             success = [etcd.put(self._get_key(ref), value, lease) for ref, value in values.items()]
-            success.append(self._put_reservation())
+            success.append(self._put_reservation(lease))
             failure = [etcd.read(self._keys.holders(name)) for name in sorted(new_names)]
             try:
                 outcome = await self._store.transact(compare, success, failure)
@@ -251,9 +288,9 @@ class Directory:
         if taken:
             raise _create_name_taken_error(taken)
 
-    def _put_reservation(self) -> Operation:
+    def _put_reservation(self, lease: int) -> Operation:
         size = len(self._starting_machines) * MACHINE_START_BYTES
-        return etcd.put(self._keys.reservation(self._membership.name), str(size).encode(), self._membership.lease)
+        return etcd.put(self._keys.reservation(self._membership.name), str(size).encode(), lease)
 
     # -- publishing -------------------------------------------------------------------------------------------------
 
@@ -261,11 +298,20 @@ class Directory:
         self._changed_ids.add(id)
         self._change.set()
 
-    def _mark_claims_changed(self) -> None:
-        """Publish again what may have ended with the previous lease."""
+    def _renew_claims(self) -> None:
+        """Publish and claim again what may have ended with the previous lease."""
         for published in [*self._published.values()]:
             if published.is_claim:
                 self._mark_changed(published.owner)
+        for claims in self._held_claims.values():
+            self._background.start(self._claim_again(claims))
+
+    async def _claim_again(self, claims: Sequence[Claim]) -> None:
+        try:
+            await self._claim_all(claims)
+        except GatewayError as error:
+            # The operation goes on. If another host has got the name, the conflict is reported when it is complete.
+            log.warning("the names of an operation could not be claimed again", reason=error.message)
 
     def _compare(self, entries: list[Entry]) -> None:
         """Compare all objects with the keys that etcd has."""
@@ -299,8 +345,7 @@ class Directory:
                 continue
             self._change.clear()
             try:
-                async with self._publishing:
-                    await self._publish([id for id in self._changed_ids if not self._claimed_ids[id]])
+                await self._publish_changed()
             except GatewayError as error:
                 log.warning("changes could not be published", count=len(self._changed_ids), reason=error.message)
                 await asyncio.sleep(_RETRY_SECONDS)
@@ -311,13 +356,19 @@ class Directory:
                 await asyncio.sleep(_RETRY_SECONDS)
                 self._change.set()
 
+    async def _publish_changed(self) -> None:
+        async with self._publishing:
+            await self._publish([id for id in self._changed_ids if not self._claimed_ids[id]])
+
     async def _publish(self, ids: Sequence[str]) -> None:
         for batch in self._plan_batches(ids):
             self._refs_in_flight = {ref for change in batch for ref in change.list_refs()}
             try:
                 operations = [operation for change in batch for operation in self._create_operations(change)]
                 if operations:
-                    await self._store.transact([], [*operations, self._put_reservation()])
+                    if lease := self._membership.lease:
+                        operations.append(self._put_reservation(lease))
+                    await self._store.transact([], operations)
             finally:
                 self._refs_in_flight = set()
             for change in batch:
@@ -354,8 +405,12 @@ class Directory:
         wanted = {ref: _Published(id, data, is_claim=False) for ref in desired_refs}
         return _KeyChange(
             id,
-            {ref: data for ref, published in wanted.items() if self._published.get(ref) != published},
-            [ref for ref in self._refs.get(id, ()) if ref not in wanted],
+            {
+                ref: data
+                for ref, published in wanted.items()
+                if self._published.get(ref) != published and not self._refs_being_claimed[ref]
+            },
+            [ref for ref in self._refs.get(id, ()) if ref not in wanted and not self._refs_being_claimed[ref]],
         )
 
     def _create_operations(self, change: _KeyChange) -> Iterator[Operation]:

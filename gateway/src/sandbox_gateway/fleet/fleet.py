@@ -48,13 +48,15 @@ class Fleet:
         self.directory.attach()
         self._engine.transfers.list_fleet_signers = self._list_signers
         self._background.start(self.membership.keep_alive())
+        self._background.start(self.membership.renew_record())
         self._background.start(self.view.follow())
         self._background.start(self.directory.publish_changes())
 
     async def close(self) -> None:
+        """Leave the fleet, after the engine has been closed: until then, its operations need their names."""
         await self._background.cancel()
-        await self.membership.leave()
         await self.directory.close()
+        await self.membership.leave()
         await self.peers.close()
         self._store.close()
 
