@@ -15,7 +15,7 @@ from sandbox_gateway.errors import Conflict, GatewayError, Invalid, NotFound
 from sandbox_gateway.fleet import store as etcd
 from sandbox_gateway.fleet.keys import Keys
 from sandbox_gateway.fleet.records import FORMAT, FleetRecord, HostRecord, Load, MemberRecord
-from sandbox_gateway.fleet.secret import compute_fingerprint, has_own_secret, replace_own_secret
+from sandbox_gateway.fleet.secret import compute_fingerprint, has_own_secret, rename_durably, replace_own_secret
 from sandbox_gateway.fleet.store import Store, StoreRefused, StoreUnavailable
 from sandbox_gateway.fleet.view import View
 from sandbox_gateway.log import Logger
@@ -69,16 +69,17 @@ class Membership:
             log.warning("the gateway joins its fleet later", reason=error.message)
 
     async def keep_alive(self) -> None:
-        """Renew the lease and the record; join again if the lease has ended. Never returns."""
+        """Renew the lease; join again if it has ended. Never returns.
+
+        Nothing else may delay this, such as a host that takes its time to measure its memory and disk.
+        """
         while True:
             await asyncio.sleep(_RENEW_SECONDS)
             try:
                 if self.lease and not await self._store.renew_lease(self.lease):
                     log.warning("the lease has ended, because etcd was away for too long", host=self.name)
                     self.lease = 0
-                if self.lease:
-                    await self._write_record()
-                else:
+                if not self.lease:
                     await self._enter()
             except StoreUnavailable:
                 pass  # logged by the store
@@ -92,6 +93,20 @@ class Membership:
             except Exception:
                 # Such as a value in etcd that cannot be read. Without this task, the membership would end.
                 log.error("the membership could not be renewed", exc_info=True)
+
+    async def renew_record(self) -> None:
+        """Publish the load of this host. Never returns."""
+        while True:
+            await asyncio.sleep(_RENEW_SECONDS)
+            try:
+                if self.lease:
+                    await self._write_record()
+            except StoreUnavailable:
+                pass  # logged by the store
+            except StoreRefused as error:
+                log.warning("the load of this host could not be published", reason=error.message)
+            except Exception:
+                log.error("the load of this host could not be published", exc_info=True)
 
     async def leave(self) -> None:
         """End the lease, so that the others notice at once."""
@@ -142,8 +157,8 @@ class Membership:
     async def _enter(self) -> None:
         await self._agree()
         await self._register()
-        lease = await self._store.grant_lease(LEASE_SECONDS)
         self._record = await self._describe()
+        lease = await self._store.grant_lease(LEASE_SECONDS)
         await self._store.put(self._keys.member(self.name), self._record.dump(), lease)
         self._written_at = time.monotonic()
         self.lease, self.refusal = lease, None
@@ -242,5 +257,5 @@ def _load_host_id(path: Path) -> str:
     except FileNotFoundError:
         host_id, temporary_path = secrets.token_hex(8), path.with_name(f".{path.name}.new")
         temporary_path.write_text(f"{host_id}\n")
-        temporary_path.rename(path)
+        rename_durably(temporary_path, path)
         return host_id

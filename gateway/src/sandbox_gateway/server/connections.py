@@ -32,6 +32,8 @@ _DESCRIPTORS_PER_SANDBOX = 24
 """Number of descriptors per sandbox: its process, QMP connection, log, and idle connections of the data plane."""
 MAX_GATEWAY_CONNECTIONS = 2048
 """Maximum number of connections from other gateways of a fleet, in addition to those from clients."""
+_GATEWAY_TLS_SHUTDOWN_SECONDS = 1.0
+"""The idle connections of another gateway are not read, so that it does not answer when they are closed."""
 _DESCRIPTORS_PER_CONNECTION = 2
 """Number of descriptors per request: the connection to the client and the connection to the sandbox."""
 _LOG_INTERVAL_SECONDS = 5.0
@@ -87,6 +89,8 @@ class Connections:
     def __init__(self, server: Server, limit: int, metrics: Metrics, *, is_for_gateways: bool = False) -> None:
         self.request_seconds = server.request_seconds
         self.stalled_seconds = server.stalled_seconds
+        self.tls_shutdown_seconds = _GATEWAY_TLS_SHUTDOWN_SECONDS if is_for_gateways else None
+        """Maximum time to close a connection; None: asyncio's default."""
         self._limit = limit
         self._limit_per_address = server.connections_per_address or limit
         self._metrics = metrics

@@ -95,9 +95,11 @@ async def serve(config: Config, engine: Engine, stop_event: asyncio.Event) -> No
             heap.exclude_existing_objects()
             await _serve(config, engine, keys, address, tls, stop_event, fleet)
     finally:
-        if fleet:
-            await fleet.close()
-        await engine.close()
+        try:
+            await engine.close()
+        finally:
+            if fleet:
+                await fleet.close()
 
 
 async def check(config: Config) -> None:
@@ -291,6 +293,7 @@ class _TcpServer(_DaemonServer):
                 sock=listener,
                 ssl=tls,
                 ssl_handshake_timeout=self._connections.request_seconds if tls else None,
+                ssl_shutdown_timeout=self._connections.tls_shutdown_seconds if tls else None,
                 backlog=self.config.backlog,
             )
             for listener in sockets
