@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import hashlib
 import json
 import subprocess
 import sys
@@ -12,17 +13,19 @@ from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import httpx
 import pytest
 
+from sandbox_gateway.api.fleet.placing import Placer
 from sandbox_gateway.errors import Conflict, NoSpace
 from sandbox_gateway.fleet.placement import Candidate, Wishes, place
 from sandbox_gateway.fleet.records import HostRecord, Load, MemberRecord
 from sandbox_gateway.fleet.store import Store
 from tests.api.memory_gateway import ADMIN_KEY, MemoryGateway
-from tests.fleet.world import FleetHost, World
+from tests.fleet.world import FleetHost, Held, World
 from tests.support.waiting import wait_until
 
 _MACHINE = 64 << 20
@@ -86,7 +89,8 @@ def _start(world: World, *names: str) -> list[FleetHost]:
     hosts = world.start(*names)
     for host in hosts:
         host.gateway.build_template()
-    wait_until(lambda: len(hosts[0].get("/templates")) == len(hosts))
+    for host in hosts:
+        wait_until(lambda host=host: host.list_known_hosts("base") == [*names])  # type: ignore[misc]
     return hosts
 
 
@@ -175,14 +179,17 @@ def test_a_fork_is_all_or_none_over_all_hosts(world: World) -> None:
     wait_until(lambda: hosts[0].client().post("/snapshots/base/fork", json={"names": names}).status_code == 201)
 
 
-def test_a_fork_is_aborted_if_etcd_is_away_when_it_is_decided(world: World) -> None:
+@pytest.mark.usefixtures("real_times")
+def test_a_fork_is_aborted_if_etcd_is_away_when_it_is_decided(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     hosts = _start(world, "h1", "h2")
-    for host in hosts:
-        host.host.fork_seconds = 2.0
+    forks = [Held(host, "fork", monkeypatch) for host in hosts]
     with ThreadPoolExecutor(1) as threads, hosts[0].client() as client:
         response = threads.submit(client.post, "/snapshots/base/fork", json={"names": ["a", "b"]}, timeout=60)
-        wait_until(lambda: all(host.host.fork_count for host in hosts))
+        wait_until(lambda: all(each.count for each in forks))
         world.etcd.stop_answering()
+        for each in forks:
+            each.release()
+        wait_until(lambda: all(host.host.machines for host in hosts))
         time.sleep(6)
         assert [len(host.gateway.engine.index.sandboxes) for host in hosts] == [0, 0], "nobody decides alone"
         world.etcd.answer_again()
@@ -191,10 +198,9 @@ def test_a_fork_is_aborted_if_etcd_is_away_when_it_is_decided(world: World) -> N
     assert hosts[1].get("/sandboxes") == []
 
 
-def test_two_requests_never_reserve_the_same_memory(world: World) -> None:
+def test_two_requests_never_reserve_the_same_memory(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     hosts = _start(world, "h1", "h2")
     for host in hosts:
-        host.host.fork_seconds = 1.5
         # Room for eight machines, besides the reserve of 256 MiB.
         host.host.available_room = replace(host.host.available_room, memory_free=(256 + 8 * 64) << 20)
     wait_until(lambda: all(each["memoryFreeBytes"] < 1 << 30 for each in hosts[0].get("/fleet")["hosts"]))
@@ -204,14 +210,48 @@ def test_two_requests_never_reserve_the_same_memory(world: World) -> None:
             body = {"count": 3, "placement": {"host": "h1"}}
             return client.post("/snapshots/base/fork", json=body).status_code
 
+    forks = Held(hosts[0], "fork", monkeypatch)
     with ThreadPoolExecutor(6) as threads:
-        statuses = [*threads.map(create, range(6))]
-    assert sorted(statuses) == [201, 201, 507, 507, 507, 507]
+        try:
+            creations = [threads.submit(create, number) for number in range(6)]
+            wait_until(lambda: sum(each.done() for each in creations) >= 4 and forks.count >= 6)
+        finally:
+            forks.release()
+        assert sorted(each.result() for each in creations) == [201, 201, 507, 507, 507, 507]
     assert len(hosts[0].host.machines) == 6
+    wait_until(lambda: not any(each["memoryReservedBytes"] for each in hosts[0].get("/fleet")["hosts"]))
+    for host in hosts:
+        host.host.fork_seconds = 1.5
     # Without a requested host, the other one is tried.
     with ThreadPoolExecutor(6) as threads, hosts[0].client() as client:
-        creations = [threads.submit(client.post, "/sandboxes", json={"templateID": "base"}) for _ in range(12)]
-        assert [each.result().status_code for each in creations] == [201] * 12
+        answers = [threads.submit(client.post, "/sandboxes", json={"templateID": "base"}) for _ in range(12)]
+        assert [each.result().status_code for each in answers] == [201] * 12
+
+
+async def test_the_next_host_is_the_one_that_the_idempotency_key_prefers() -> None:
+    tried: list[str] = []
+
+    class FullHosts:
+        async def forward(self, host: str, scope: Any, receive: Any, send: Any, body: bytes) -> None:
+            tried.append(host)
+            await send({"type": "http.response.start", "status": 507, "headers": []})
+
+    placer = Placer(None, SimpleNamespace(name="b"), FullHosts(), None)  # type: ignore[arg-type]
+    candidates = [_candidate("a", 1), _candidate("b", 2), _candidate("c", 5)]
+
+    def rank(key: str) -> list[str]:
+        return sorted("abc", key=lambda name: hashlib.sha256(f"{key} {name}".encode()).digest(), reverse=True)
+
+    key = next(key for number in range(100) if rank(key := str(number)) == ["c", "a", "b"])
+    scope = {"type": "http", "headers": [(b"idempotency-key", key.encode())]}
+    sent: list[Any] = []
+
+    async def send(message: Any) -> None:
+        sent.append(message)
+
+    await placer._run_on_one({"count": 2}, candidates, Wishes(), b"", scope, None, send)  # type: ignore[arg-type]
+    # The sandboxes would be on a and b, where the key does not hold.
+    assert tried == ["c"] and sent[0]["status"] == 507
 
 
 @contextlib.contextmanager
@@ -227,11 +267,13 @@ def _running_process(world: World, name: str) -> Iterator[tuple[subprocess.Popen
             process.kill()
 
 
-def test_a_fork_of_a_gateway_that_is_killed_before_the_decision_leaves_nothing(world: World) -> None:
+def test_a_fork_of_a_gateway_that_is_killed_before_the_decision_leaves_nothing(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (one,) = _start(world, "h1")
-    one.host.fork_seconds = 4.0
+    forks = Held(one, "fork", monkeypatch)
     with _running_process(world, "h2") as (process, port):
-        wait_until(lambda: len(one.get("/templates")) == 2)
+        wait_until(lambda: one.list_known_hosts("base") == ["h1", "h2"])
         url, headers = f"http://127.0.0.1:{port}/snapshots/base/fork", {"X-API-Key": ADMIN_KEY}
 
         def fork() -> None:
@@ -240,9 +282,10 @@ def test_a_fork_of_a_gateway_that_is_killed_before_the_decision_leaves_nothing(w
 
         with ThreadPoolExecutor(1) as threads:
             request = threads.submit(fork)
-            wait_until(lambda: one.host.fork_count)
+            wait_until(lambda: forks.count)
             process.kill()
             request.result()
+    forks.release()
     wait_until(lambda: not one.host.machines)
     time.sleep(5)
     assert not one.host.machines and one.get("/sandboxes") == []

@@ -102,22 +102,28 @@ class Placer:
     ) -> None:
         """Let one host create all sandboxes. If it has no room after all, try the next one."""
         count = _count_sandboxes(data)
+        (host,) = place(count, candidates, wishes, self._choose_local(scope, candidates))
         while True:
-            (host,) = place(count, candidates, wishes, self._choose_local(scope, candidates))
             candidates = [candidate for candidate in candidates if candidate.name != host]
-            attempt = _Attempt(send, is_last=not self._can_place(count, candidates, wishes))
+            next_host = self._find_next_host(count, candidates, wishes, scope)
+            attempt = _Attempt(send, is_last=not next_host)
             if host == self._fleet.name:
                 await self._app({**scope}, replay(body, receive), attempt.send)
             else:
                 await self._forwarder.forward(host, scope, receive, attempt.send, body)
             if not attempt.has_no_room:
                 return
+            host = next_host
 
-    def _can_place(self, count: int, candidates: Sequence[Candidate], wishes: Wishes) -> bool:
+    def _find_next_host(self, count: int, candidates: Sequence[Candidate], wishes: Wishes, scope: Scope) -> str:
+        """Return the next host to try, or "" if no single one can take all sandboxes."""
+        if not candidates:
+            return ""
         try:
-            return len(place(count, candidates, wishes, self._fleet.name)) == 1
+            hosts = [*place(count, candidates, wishes, self._choose_local(scope, candidates))]
         except GatewayError:
-            return False
+            return ""
+        return hosts[0] if len(hosts) == 1 else ""
 
     async def _ask_for_share(self, host: str, share: bytes, id: str, scope: Scope, receive: Receive) -> Answer:
         headers = [
