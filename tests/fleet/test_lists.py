@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -10,6 +11,8 @@ from typing import Any
 import httpx
 import pytest
 
+from sandbox_gateway.api.fleet import merging
+from sandbox_gateway.fleet.peers import Peers
 from tests.api.memory_gateway import READ_KEY
 from tests.fleet.world import FleetHost, World
 from tests.support.waiting import wait_until
@@ -109,11 +112,14 @@ def test_a_list_names_the_hosts_that_did_not_answer(world: World, hosts: list[Fl
 
 
 def test_events_of_all_hosts_arrive_in_one_stream(hosts: list[FleetHost]) -> None:
-    queue_counts = [len(host.gateway.engine.events._queues) for host in hosts]
+    def count_queues() -> list[int]:
+        return [len(host.gateway.engine.events._queues) for host in hosts]
+
+    queue_counts = count_queues()
     with (
         ThreadPoolExecutor(1) as threads,
         hosts[0].client(READ_KEY) as client,
-        client.stream("GET", "/events", timeout=30) as response,
+        client.stream("GET", "/events", timeout=60) as response,
     ):
         assert response.headers["content-type"].startswith("text/event-stream")
         lines = response.iter_lines()
@@ -128,11 +134,35 @@ def test_events_of_all_hosts_arrive_in_one_stream(hosts: list[FleetHost]) -> Non
             return seen
 
         names = threads.submit(read)
-        time.sleep(3)
-        assert names and _fill(hosts, 3) == ["s00", "s01", "s02"]
-        assert names.result(20) == {"s00", "s01", "s02"}
+        wait_until(lambda: all(map(int.__gt__, count_queues(), queue_counts)))
+        assert _fill(hosts, 3) == ["s00", "s01", "s02"]
+        assert names.result(60) == {"s00", "s01", "s02"}
     # The streams of the other hosts end with the client's.
-    wait_until(lambda: [len(host.gateway.engine.events._queues) for host in hosts] == queue_counts)
+    wait_until(lambda: count_queues() == queue_counts)
+
+
+def test_an_invalid_request_for_events_is_refused(hosts: list[FleetHost]) -> None:
+    with hosts[0].client() as client:
+        refused = client.get("/events", params={"operation": "x" * 65})
+    assert (refused.status_code, refused.json()["kind"]) == (400, "invalid")
+
+
+def test_a_host_that_sends_its_list_too_slowly_is_missing(
+    hosts: list[FleetHost], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    request = Peers.request
+
+    async def send_slowly(peers: Peers, host: str, *arguments: Any, **options: Any) -> Any:
+        if host == "h3":
+            await asyncio.sleep(60)
+        return await request(peers, host, *arguments, **options)
+
+    monkeypatch.setattr(Peers, "request", send_slowly)
+    monkeypatch.setattr(merging, "_WHOLE_LIST_SECONDS", 5.0)
+    with hosts[0].client() as client:
+        response = client.get("/templates")
+    assert response.headers["x-sandbox-hosts-missing"] == "h3"
+    assert [each["sandboxHost"] for each in response.json()] == ["h1", "h2"]
 
 
 def test_removing_a_template_removes_all_its_copies(hosts: list[FleetHost]) -> None:

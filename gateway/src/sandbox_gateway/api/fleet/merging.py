@@ -29,6 +29,9 @@ from sandbox_gateway.fleet.peers import Answer, HostUnavailable
 MISSING_HEADER = "x-sandbox-hosts-missing"
 """The header that names the hosts whose objects are missing in a list."""
 _LIST_SECONDS = 10.0
+"""Maximum time that a host may stay silent."""
+_WHOLE_LIST_SECONDS = 60.0
+"""Maximum time that a host may take for its list, even if it never stays silent."""
 _RECONNECT_SECONDS = 2.0
 _DEFAULT_LIMIT = {"name": 1000}
 """By the field that identifies an entry: the default size of a page, if it is not 100."""
@@ -49,7 +52,7 @@ async def merge_lists(
     HostUnavailable if the list is about one name, whose host does not answer: an empty list would say that it is free.
     """
     others = sorted(fleet.view.members.keys() - {fleet.name})
-    requests = [local(), *(fleet.peers.request(host, "GET", target, headers, seconds=_LIST_SECONDS) for host in others)]
+    requests = [local(), *(_ask(fleet, host, target, headers) for host in others)]
     results = await asyncio.gather(*requests, return_exceptions=True)
     missing = {*fleet.view.list_absent_hosts()}
     answers: list[Answer] = []
@@ -80,6 +83,16 @@ async def merge_lists(
     if next_token:
         response_headers[NEXT_TOKEN_HEADER] = next_token
     return JSONResponse(entries, headers=response_headers)
+
+
+async def _ask(fleet: Fleet, host: str, target: bytes, headers: RawHeaders) -> Answer:
+    try:
+        async with asyncio.timeout(_WHOLE_LIST_SECONDS):
+            return await fleet.peers.request(host, "GET", target, headers, seconds=_LIST_SECONDS)
+    except TimeoutError:
+        raise HostUnavailable(
+            f"host {host!r} has not sent its list within {_WHOLE_LIST_SECONDS:.0f} s: try again later"
+        ) from None
 
 
 def _merge_pages(route: Merged, lists: list[_List], query: dict[str, list[str]]) -> tuple[list[dict[str, Any]], str]:

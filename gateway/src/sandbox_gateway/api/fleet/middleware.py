@@ -7,7 +7,9 @@ carried out here, so that no request can go in circles.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import AsyncGenerator, Awaitable, Callable
+from typing import Any
 from urllib.parse import parse_qs
 
 import anyio
@@ -218,15 +220,26 @@ class FleetMiddleware:
 
     async def _run_merged_stream(self, scope: Scope, receive: Receive, send: Send) -> None:
         target, headers = get_target(scope), self._forwarder.build_headers(scope)
-        response = merge_events(self._fleet, target, headers, self._stream_locally(scope))
-        await response(scope, receive, send)
+        start: dict[str, Any] = {}
+        async with contextlib.aclosing(self._stream_locally(scope, start)) as local:
+            first_piece = await anext(local, b"")
+            if start["status"] == 200:
+                response: Response = merge_events(self._fleet, target, headers, _prepend(first_piece, local))
+            else:
+                # The other hosts would refuse the request, too.
+                body = first_piece + b"".join([piece async for piece in local])
+                media_type = Headers(raw=start["headers"]).get("content-type")
+                response = Response(body, start["status"], media_type=media_type)
+            await response(scope, receive, send)
 
-    async def _stream_locally(self, scope: Scope) -> AsyncGenerator[bytes, None]:
-        """Yield the body of this gateway's own response."""
+    async def _stream_locally(self, scope: Scope, start: dict[str, Any]) -> AsyncGenerator[bytes, None]:
+        """Yield the body of this gateway's own response, and put the message that starts it into ``start``."""
         queue: asyncio.Queue[bytes] = asyncio.Queue(maxsize=1)
 
         async def put(message: Message) -> None:
-            if message["type"] == "http.response.body":
+            if message["type"] == "http.response.start":
+                start.update(message)
+            elif message["type"] == "http.response.body":
                 await queue.put(message.get("body", b""))
 
         async def wait_for_disconnect() -> Message:
@@ -245,6 +258,13 @@ class FleetMiddleware:
     async def _run_app(self, scope: Scope, receive: Receive, send: Send, queue: asyncio.Queue[bytes]) -> None:
         await self.app({**scope}, receive, send)
         await queue.put(b"")
+
+
+async def _prepend(first_piece: bytes, pieces: AsyncGenerator[bytes, None]) -> AsyncGenerator[bytes, None]:
+    async with contextlib.aclosing(pieces):
+        yield first_piece
+        async for piece in pieces:
+            yield piece
 
 
 def _require_forwardable(scope: Scope, host: str) -> None:
