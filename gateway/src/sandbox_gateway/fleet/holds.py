@@ -18,8 +18,8 @@ from sandbox_gateway.fleet.store import Store
 from sandbox_gateway.log import Logger
 from sandbox_gateway.tasks import finish_despite_cancellation
 
-_DECISION_SECONDS = 600
-"""How long etcd keeps a decision."""
+_DECISION_SECONDS = 86_400
+"""How long etcd keeps a decision. A host that is cut off waits with its share for at most this time."""
 _HOLD_SECONDS = 120.0
 """How long a share waits before its host decides."""
 _RETRY_SECONDS = 1.0

@@ -43,9 +43,10 @@ class RemoteSandboxes:
     def _find_signer_host(self, url: SignedUrl) -> str | None:
         """Return the host of the sandbox whose token signed a URL, or None if it is on this host, or unknown."""
         hosts = dict(self._fleet.view.walk_ids("sandbox"))
-        tokens = self._tokens
-        self._tokens = {id: tokens.get(id) or self._engine.secret.derive(id).encode() for id in hosts}
-        host = next((hosts[id] for id in url.find_signers(self._tokens)), None)
+        known_tokens = self._tokens
+        # Several threads may be here.
+        tokens = self._tokens = {id: known_tokens.get(id) or self._engine.secret.derive(id).encode() for id in hosts}
+        host = next((hosts[id] for id in url.find_signers(tokens)), None)
         return host if host != self._fleet.name else None
 
     async def forward(self, host: str, scope: Scope, receive: Receive, send: Send) -> None:
