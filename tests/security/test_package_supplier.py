@@ -125,8 +125,23 @@ def prepare_metadata_for_build_wheel(metadata_directory, config_settings=None):
     dist_info.mkdir()
     shutil.copy("PKG-INFO", dist_info / "METADATA")
     return dist_info.name
+
+prepare_metadata_for_build_editable = prepare_metadata_for_build_wheel
+
+def get_requires_for_build_wheel(config_settings=None):
+    return []
+
+get_requires_for_build_sdist = get_requires_for_build_editable = get_requires_for_build_wheel
+
+def build_wheel(*_args, **_options):
+    raise NotImplementedError
+
+build_sdist = build_editable = build_wheel
 """
-"""A build backend that only returns the metadata of a source distribution, without which pip cannot download it."""
+"""A build backend that only returns the metadata of a source distribution, without which pip cannot download it.
+
+Some packages have a backend of their own that takes all functions from the one of setuptools.
+"""
 
 
 def list_pins_without_wheels(genuine_files: dict[str, bytes]) -> list[sbom.Pin]:
