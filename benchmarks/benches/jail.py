@@ -78,10 +78,10 @@ class JailZfs:
 
     def run(self, ctx: Context) -> Result:
         rounds = ctx.choose(full=12, quick=3)
-        settings = {"rounds": rounds, "zfs": describe_zfs(), "freebsd": "tests/freebsd_shim"}
-        result = Result(self.name, self.title, settings, notes=[_EMULATION_NOTE])
         with _running_engine(ctx) as (live, host), recording_answers() as answers:
+            settings = {"rounds": rounds, "zfs": describe_zfs(), "freebsd": "tests/freebsd_shim"}
             settings["concurrency"] = live.config.limits.concurrency
+            result = Result(self.name, self.title, settings, notes=[_EMULATION_NOTE])
             raw = RawCommands.record(live, host)
             settings["floor_commands"] = len(raw.commands)
             _measure_forks(ctx, live, raw, answers, rounds, result)
@@ -202,10 +202,11 @@ def run_command(argv: tuple[str, ...]) -> str:
 @contextlib.contextmanager
 def _running_engine(ctx: Context) -> Iterator[tuple[EngineRunner, ShimHost]]:
     """Run an engine with a separate pool and a template. Removes everything at the end."""
-    ctx.print_progress(
-        f"building the jail's template on a separate pool ({describe_zfs()}, FreeBSD's commands emulated)"
-    )
+    # The pool of this world starts zfs-fuse.
     with jail_zfs_world() as world:
+        ctx.print_progress(
+            f"building the jail's template on a separate pool ({describe_zfs()}, FreeBSD's commands emulated)"
+        )
         config: Config = world.make_config()
         host = ShimHost(config)
         live = EngineRunner(host, config)

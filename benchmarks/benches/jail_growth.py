@@ -34,9 +34,10 @@ class JailGrowth:
     def run(self, ctx: Context) -> Result:
         sizes = _QUICK_SIZES if ctx.quick else _SIZES
         rounds = ctx.choose(full=12, quick=2)
-        settings = {"sizes": list(sizes), "rounds": rounds, "zfs": describe_zfs()}
-        result = Result(self.name, self.title, settings, notes=[_NOTE])
+        # The pool starts zfs-fuse, whose version is one of the settings.
         with _temporary_storage() as storage:
+            settings = {"sizes": list(sizes), "rounds": rounds, "zfs": describe_zfs()}
+            result = Result(self.name, self.title, settings, notes=[_NOTE])
             store = _Store(storage)
             for size in sizes:
                 _measure(ctx, store, size, rounds, result, is_last=size == sizes[-1])
