@@ -215,7 +215,7 @@ def _find_copies(
     others = {name: shape for name, shape in resources.items() if shape["forked_from"] != source["id"]}
     if not others or HOST_KEY not in source:
         return frozenset()
-    copies = find_copies(client, want.source, client.known_objects[_make_source_path(want)])
+    copies = find_copies(client, want.source, client.known_objects[_make_source_path(want.source_kind, want.source)])
     for name, shape in others.items():
         host = shape.get(HOST_KEY)
         if shape["forked_from"] not in copies and host and host != source[HOST_KEY]:
@@ -228,8 +228,8 @@ def _find_copies(
     return copies
 
 
-def _make_source_path(want: DesiredState) -> str:
-    return f"/{want.source_kind}s/{quote_segment(want.source)}"
+def _make_source_path(kind: str, ref: str) -> str:
+    return f"/{kind}s/{quote_segment(ref)}"
 
 
 def find_sandboxes(client: Client, refs: tuple[str, ...]) -> dict[str, dict[str, Any]]:
@@ -256,7 +256,7 @@ def find_sandboxes(client: Client, refs: tuple[str, ...]) -> dict[str, dict[str,
 
 def find_source(client: Client, kind: str, ref: str) -> dict[str, Any]:
     """Return the shape of a template or snapshot. Raises Failure if it does not exist, or is not ready."""
-    entry = client.get(f"/{kind}s/{quote_segment(ref)}")
+    entry = client.get(_make_source_path(kind, ref))
     if kind == "snapshot":
         return make_snapshot_shape(entry)
     shape = make_template_shape(entry)

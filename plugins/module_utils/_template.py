@@ -204,20 +204,22 @@ def observe(client: Client, want: DesiredState) -> CurrentState:
     resources = {}
     build_failures: dict[str, Failure] = {}
     dockerfile, dockerfile_failure = None, None
-    if want.dockerfile and want.state != "absent":
+    # After the task has started a build, only its result is needed.
+    if want.dockerfile and want.state != "absent" and not client.started_builds:
         try:
             dockerfile = _translate_dockerfile(client, want)
         except Failure as failure:
             dockerfile_failure = failure
     recipe = _complete_recipe(want, dockerfile)
     for name in want.names:
+        entry = _find_template(client, name)
         try:
-            if dockerfile_failure is None:
-                _wait_for_running_build(client, want, recipe, name)
+            has_waited = dockerfile_failure is None and _wait_for_running_build(client, want, recipe, name, entry)
         except Failure as failure:
             build_failures[name] = failure
-        # Until a new build has finished, the name belongs to the old template.
-        entry = client.find(f"/templates/{quote_segment(client.started_builds.get(name, name))}")
+            has_waited = True
+        if has_waited:
+            entry = _find_template(client, name)
         if entry is not None:
             shape = make_template_shape(entry)
             # At the end of a build, the template exists for a moment without its name.
@@ -248,27 +250,37 @@ def observe(client: Client, want: DesiredState) -> CurrentState:
     )
 
 
-def _wait_for_running_build(client: Client, want: DesiredState, recipe: Mapping[str, Any], name: str) -> None:
+def _find_template(client: Client, name: str) -> dict[str, Any] | None:
+    # Until a new build has finished, the name belongs to the old template.
+    return client.find(f"/templates/{quote_segment(client.started_builds.get(name, name))}")
+
+
+def _wait_for_running_build(
+    client: Client, want: DesiredState, recipe: Mapping[str, Any], name: str, entry: dict[str, Any] | None
+) -> bool:
     """Wait for a build of the same recipe that an earlier task or another client has started. Raises Failure.
 
-    The task then changes nothing, as a check-mode run predicts, which assumes that running builds succeed.
+    The task then changes nothing, as a check-mode run predicts, which assumes that running builds succeed. Returns
+    whether there was such a build. ``entry``: the gateway's description of the template before.
     """
     if want.state == "absent" or want.artifact or not want.wait_timeout or name in client.started_builds:
-        return
+        return False
     if client.is_predicting and not client.is_planning:
-        return  # Only the builds of a plan session finish at once.
-    entry = client.find(f"/templates/{quote_segment(name)}")
+        return False  # Only the builds of a plan session finish at once.
     if entry is None or _is_up_to_date(want, recipe, make_template_shape(entry)):
-        return
+        return False
+    has_waited = False
     entries = [entry] if entry.get("buildStatus") == "building" else client.list_all("/templates")
     for each in entries:
         shape = make_template_shape(each)
         if shape["status"] == "building" and shape["name"] == name and _has_same_recipe(recipe, shape):
+            has_waited = True
             try:
                 _wait_for_build(client, name, each, want.wait_timeout)
             except Failure:
                 client.started_builds[name] = each["templateID"]  # Do not wait for it again.
                 raise
+    return has_waited
 
 
 def _translate_dockerfile(client: Client, want: DesiredState) -> TranslatedDockerfile:
