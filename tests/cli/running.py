@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import io
 import json
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
+
+import pytest
+
+from sandbox_gateway.cli import main as sandboxctl
 
 
 @dataclass
@@ -22,6 +27,20 @@ class Outcome:
 
 Run = Callable[..., Outcome]
 SANDBOXCTL_COMMAND = [sys.executable, "-m", "sandbox_gateway.cli.main"]
+
+
+def run_sandboxctl(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], *args: str, url: str, stdin: bytes = b""
+) -> Outcome:
+    monkeypatch.setenv("SANDBOX_GATEWAY_URL", url)
+    monkeypatch.setattr(sys, "argv", ["sandboxctl", *args])
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(stdin)))
+    capsys.readouterr()
+    with pytest.raises(SystemExit) as error_info:
+        sandboxctl.main()
+        sys.exit(0)
+    out, err = capsys.readouterr()
+    return Outcome(int(error_info.value.code or 0), out, err)
 
 
 def check_success(outcome: Outcome) -> Outcome:

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import io
 import itertools
-import sys
 from collections import Counter
 from typing import Any
 
@@ -15,10 +13,9 @@ from ansible_collections.grove.sandbox.plugins.module_utils._shapes import HOST_
 from ansible_collections.grove.sandbox.plugins.plugin_utils import _inventory
 from ansible_collections.grove.sandbox.plugins.plugin_utils._gateways import Gateway
 
-from sandbox_gateway.cli import main as sandboxctl
 from tests.api.memory_gateway import MemoryGateway
 from tests.api.test_artifact_modules import run_task
-from tests.cli.running import Outcome, Run
+from tests.cli.running import Outcome, Run, run_sandboxctl
 from tests.fleet.test_forwarding import Objects
 from tests.fleet.world import FleetHost
 
@@ -31,15 +28,7 @@ def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> 
     """A function that runs `sandboxctl` at a gateway, given with ``gateway``."""
 
     def run_command(*args: str, gateway: MemoryGateway) -> Outcome:
-        monkeypatch.setenv("SANDBOX_GATEWAY_URL", gateway.unix_url)
-        monkeypatch.setattr(sys, "argv", ["sandboxctl", *args])
-        monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO()))
-        capsys.readouterr()
-        with pytest.raises(SystemExit) as error_info:
-            sandboxctl.main()
-            sys.exit(0)
-        out, err = capsys.readouterr()
-        return Outcome(int(error_info.value.code or 0), out, err)
+        return run_sandboxctl(monkeypatch, capsys, *args, url=gateway.unix_url)
 
     return run_command
 

@@ -5,8 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
-import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -20,7 +18,7 @@ from sandbox_gateway.fleet import membership
 from sandbox_gateway.fleet.directory import Directory
 from sandbox_gateway.fleet.store import Store
 from tests.api.memory_gateway import ADMIN_KEY
-from tests.fleet.world import FleetHost, Held, World
+from tests.fleet.world import FleetHost, Held, World, running_process
 from tests.support.etcd import Etcd, running_etcd
 from tests.support.waiting import wait_until
 
@@ -238,23 +236,10 @@ def test_the_same_name_on_two_hosts_that_join_is_reported(world: World) -> None:
     wait_until(lambda: not one.get("/fleet")["conflicts"] and not two.get("/fleet")["conflicts"])
 
 
-@contextlib.contextmanager
-def _running_process(world: World, name: str, fork_seconds: float) -> Iterator[tuple[subprocess.Popen[str], int]]:
-    host = world.create_host(name)
-    argv = [sys.executable, "-m", "tests.fleet.gateway_process", str(world.root / name)]
-    argv += [json.dumps(host.create_section()), str(fork_seconds)]
-    with subprocess.Popen(argv, stdout=subprocess.PIPE, text=True) as process:
-        try:
-            assert process.stdout
-            yield process, int(process.stdout.readline())
-        finally:
-            process.kill()
-
-
 @pytest.mark.usefixtures("real_times")
 def test_a_claim_of_a_gateway_that_is_killed_before_the_commit_ends(world: World) -> None:
     (one,) = _start_with_templates(world, "h1")
-    with _running_process(world, "h2", fork_seconds=60) as (process, port):
+    with running_process(world, "h2", fork_seconds=60) as (process, port):
 
         def create() -> None:
             body = {"templateID": "base", "name": "web"}
@@ -275,7 +260,7 @@ def test_a_claim_of_a_gateway_that_is_killed_before_the_commit_ends(world: World
     # What it had committed is still there, and goes when it starts again without it.
     assert "base/h2" in _read_keys(world.etcd)
     stale = {key for key in _read_keys(world.etcd) if key.endswith("/h2")}
-    with _running_process(world, "h2", fork_seconds=0):
+    with running_process(world, "h2", fork_seconds=0):
         wait_until(lambda: not (stale - {"base/h2"}) & _read_keys(world.etcd).keys())
 
 

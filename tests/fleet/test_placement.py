@@ -5,12 +5,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import hashlib
-import json
-import subprocess
-import sys
 import time
 from collections import Counter
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from types import SimpleNamespace
@@ -25,7 +21,7 @@ from sandbox_gateway.fleet.placement import Candidate, Wishes, place
 from sandbox_gateway.fleet.records import HostRecord, Load, MemberRecord
 from sandbox_gateway.fleet.store import Store
 from tests.api.memory_gateway import ADMIN_KEY, MemoryGateway
-from tests.fleet.world import FleetHost, Held, World
+from tests.fleet.world import FleetHost, Held, World, running_process
 from tests.support.waiting import wait_until
 
 _MACHINE = 64 << 20
@@ -254,25 +250,12 @@ async def test_the_next_host_is_the_one_that_the_idempotency_key_prefers() -> No
     assert tried == ["c"] and sent[0]["status"] == 507
 
 
-@contextlib.contextmanager
-def _running_process(world: World, name: str) -> Iterator[tuple[subprocess.Popen[str], int]]:
-    host = world.create_host(name)
-    argv = [sys.executable, "-m", "tests.fleet.gateway_process", str(world.root / name)]
-    argv += [json.dumps(host.create_section()), "0"]
-    with subprocess.Popen(argv, stdout=subprocess.PIPE, text=True) as process:
-        try:
-            assert process.stdout
-            yield process, int(process.stdout.readline())
-        finally:
-            process.kill()
-
-
 def test_a_fork_of_a_gateway_that_is_killed_before_the_decision_leaves_nothing(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (one,) = _start(world, "h1")
     forks = Held(one, "fork", monkeypatch)
-    with _running_process(world, "h2") as (process, port):
+    with running_process(world, "h2") as (process, port):
         wait_until(lambda: one.list_known_hosts("base") == ["h1", "h2"])
         url, headers = f"http://127.0.0.1:{port}/snapshots/base/fork", {"X-API-Key": ADMIN_KEY}
 

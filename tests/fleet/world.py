@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
+import subprocess
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -192,3 +195,17 @@ def created_world(root: Path, etcd: Etcd, authority: Authority) -> Iterator[Worl
         yield world
     finally:
         world.end()
+
+
+@contextlib.contextmanager
+def running_process(world: World, name: str, fork_seconds: float = 0) -> Iterator[tuple[subprocess.Popen[str], int]]:
+    """Run a gateway in a process of its own, and kill it at the end. Yields the process and its port."""
+    host = world.create_host(name)
+    argv = [sys.executable, "-m", "tests.fleet.gateway_process", str(world.root / name)]
+    argv += [json.dumps(host.create_section()), str(fork_seconds)]
+    with subprocess.Popen(argv, stdout=subprocess.PIPE, text=True) as process:
+        try:
+            assert process.stdout
+            yield process, int(process.stdout.readline())
+        finally:
+            process.kill()

@@ -58,18 +58,23 @@ def load_secret(path: Path, remedy_without_backup: str = _REMEDY_WITHOUT_BACKUP)
 
 def _create_secret(path: Path) -> bytes:
     secret = secrets.token_bytes(_SECRET_LENGTH)
+    # The secret must be on the disk before the first token is derived from it.
+    write_durably(path, secret)
+    return secret
+
+
+def write_durably(path: Path, data: bytes) -> None:
+    """Create or replace a file that only root can read. After a power failure, it is complete, or as it was before."""
     temporary_path = path.with_name(f".{path.name}.new")
     temporary_path.unlink(missing_ok=True)
     file_fd = os.open(temporary_path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, _MODE)
     with os.fdopen(file_fd, "wb") as file:
-        file.write(secret)
+        file.write(data)
         file.flush()
         os.fsync(file_fd)
     temporary_path.rename(path)
-    # The secret must be on the disk before the first token is derived from it.
     directory_fd = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         os.fsync(directory_fd)
     finally:
         os.close(directory_fd)
-    return secret

@@ -11,11 +11,12 @@ from pathlib import Path
 from sandbox_gateway import __version__
 from sandbox_gateway.config import FleetSection
 from sandbox_gateway.engine.engine import Engine
+from sandbox_gateway.engine.secret import write_durably
 from sandbox_gateway.errors import Conflict, GatewayError, Invalid, NotFound
 from sandbox_gateway.fleet import store as etcd
 from sandbox_gateway.fleet.keys import Keys
 from sandbox_gateway.fleet.records import FORMAT, FleetRecord, HostRecord, Load, MemberRecord
-from sandbox_gateway.fleet.secret import compute_fingerprint, has_own_secret, rename_durably, replace_own_secret
+from sandbox_gateway.fleet.secret import compute_fingerprint, has_own_secret, replace_own_secret
 from sandbox_gateway.fleet.store import Store, StoreRefused, StoreUnavailable
 from sandbox_gateway.fleet.view import View
 from sandbox_gateway.log import Logger
@@ -255,7 +256,6 @@ def _load_host_id(path: Path) -> str:
     try:
         return path.read_text().strip()
     except FileNotFoundError:
-        host_id, temporary_path = secrets.token_hex(8), path.with_name(f".{path.name}.new")
-        temporary_path.write_text(f"{host_id}\n")
-        rename_durably(temporary_path, path)
+        host_id = secrets.token_hex(8)
+        write_durably(path, f"{host_id}\n".encode())
         return host_id

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import hashlib
 import hmac
-import os
 import stat
 from pathlib import Path
 
+from sandbox_gateway.engine.secret import write_durably
 from sandbox_gateway.errors import Invalid
 
 _LENGTH = 32
@@ -46,23 +46,4 @@ def has_own_secret(state_root: Path, fleet_key: bytes) -> bool:
 
 def replace_own_secret(state_root: Path, fleet_key: bytes) -> None:
     """Make the fleet's secret the host's own, so that tokens also hold if it leaves the fleet."""
-    path, temporary_path = state_root / "secret", state_root / ".secret.new"
-    temporary_path.unlink(missing_ok=True)
-    temporary_path.touch(mode=0o600)
-    temporary_path.write_bytes(fleet_key)
-    rename_durably(temporary_path, path)
-
-
-def rename_durably(temporary_path: Path, path: Path) -> None:
-    """Rename a new file. After a power failure, it is there with its content, or not at all."""
-    _sync(temporary_path)
-    temporary_path.rename(path)
-    _sync(path.parent)
-
-
-def _sync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+    write_durably(state_root / "secret", fleet_key)
