@@ -553,6 +553,37 @@ def test_the_overview_of_the_engine_lists_every_module() -> None:
     assert set(re.findall(r"``(\w+)``", overview)) == module_names
 
 
+def list_sections(path: Path, class_name: str) -> list[tuple[str, str]]:
+    """Return the methods of a class, in order, each with the heading above it ("" before the first heading)."""
+    text = path.read_text()
+    (definition,) = [
+        node for node in ast.parse(text).body if isinstance(node, ast.ClassDef) and node.name == class_name
+    ]
+    sections = []
+    heading = ""
+    methods = {
+        node.lineno: node.name for node in definition.body if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
+    }
+    for number, line in enumerate(text.splitlines(), 1):
+        if match := re.fullmatch(r"    # -- (.+?) -+", line):
+            heading = match[1]
+        elif number in methods:
+            sections.append((heading, methods[number]))
+    return sections
+
+
+@pytest.mark.parametrize(("kind", "class_name"), [("kvm_xfs", "KvmXfsHost"), ("jail_zfs", "JailZfsHost")])
+def test_a_host_has_the_sections_of_its_interface_in_the_same_order(kind: str, class_name: str) -> None:
+    directory = REPOSITORY / "gateway" / "src" / "sandbox_gateway" / "hosts"
+    interface = list_sections(directory / "base.py", "Host")
+    names = {name for _, name in interface}
+    assert [each for each in list_sections(directory / kind / "host.py", class_name) if each[1] in names] == interface
+    overview = ast.get_docstring(ast.parse((directory / "base.py").read_text())) or ""
+    assert re.findall(r"^\* ([\w ]+):", overview, re.MULTILINE) == list(
+        dict.fromkeys(heading for heading, _ in interface)
+    )
+
+
 def list_folders(directory: Path) -> set[str]:
     """Return the names of the visible folders in a directory that contain files."""
     return {

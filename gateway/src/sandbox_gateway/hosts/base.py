@@ -1,8 +1,22 @@
 """Define the interface between the engine and a host.
 
-There are two primitives, ``capture`` and ``fork``; the other methods save, find and remove objects. A host manages
-machines (keyed by ``Sandbox.instance``) and snapshots (keyed by id). The engine manages names, ordering, locks, undo
-and policy.
+A host manages machines (keyed by ``Sandbox.instance``) and snapshots (keyed by id). The engine manages names, ordering,
+locks, undo and policy.
+
+There are two primitives: ``fork`` starts a machine from a snapshot, and ``capture`` takes a snapshot of a running
+machine. The other methods of ``Host``, by section:
+
+* the host: lock it and scan it at start-up; describe its platform, space and problems; resume stalled machines.
+* templates: check a recipe, and create a file system from it, which becomes a snapshot (``build_base``).
+* sandboxes: boot and stop machines, claim forks that were started earlier; save and remove sandboxes.
+* snapshots: save and remove them; export them, and create one from an export (``begin_import``).
+* volumes: create, change, capture, export, import and remove them. ``Sandbox.mounts`` lists the mounts of a sandbox:
+  ``fork`` and ``boot`` mount them, ``discard`` and ``stop`` unmount them. ``attach`` and ``detach`` add and remove one
+  while the machine runs.
+* network: check and apply policies; find the address of a machine.
+* state of sandboxes: compare them with a snapshot, measure them, and explain why their machines are not running.
+
+The classes that implement a host have the same sections, in the same order.
 """
 
 from __future__ import annotations
@@ -28,7 +42,10 @@ class Abilities:
     memory: bool
     """Snapshots can include memory. If they cannot, ``memory: auto`` captures no memory."""
     resize_on_fork: bool
-    """A fork with memory may differ from its snapshot in CPUs, memory size and disk size."""
+    """A fork may differ from its snapshot in CPUs, memory size and disk size even if it restores the memory.
+
+    Without memory, forks may always differ, so this has no effect on a host whose snapshots include no memory.
+    """
     independent_snapshots: bool
     """Snapshots can be removed while sandboxes depend on them. Otherwise a rolled-back sandbox keeps its snapshot."""
     prewarm: bool = False
@@ -266,6 +283,8 @@ class Host(Protocol):
     resume_seconds: float
     """Maximum seconds until the agent of a machine restored from memory answers."""
 
+    # -- the host ---------------------------------------------------------------------------------------------------
+
     async def open(self) -> None:
         """Check the host and lock it for this gateway. Raises GatewayError with remedies for what is missing."""
 
@@ -297,6 +316,11 @@ class Host(Protocol):
     async def resume_stalled(self, sandbox: Sandbox) -> None:
         """Resume the instance's machine if it is stalled."""
 
+    def on_exit(self, callback: Callable[[str], None]) -> None:
+        """Set the function to call with the instance of each machine that stops unexpectedly."""
+
+    # -- templates --------------------------------------------------------------------------------------------------
+
     def guest_digest(self) -> str:
         """Return the result of `guest_digest.digest_guest` for templates of this host. The call may read files."""
 
@@ -326,6 +350,8 @@ class Host(Protocol):
         They are for templates that were not built from an image. Raises Unsupported if this host cannot run steps.
         """
 
+    # -- sandboxes --------------------------------------------------------------------------------------------------
+
     async def fork(self, snapshot: Snapshot, sandbox: Sandbox, *, with_memory: bool, hold: bool = False) -> None:
         """Start ``sandbox.instance`` from ``snapshot`` and set ``sandbox.host``. ``save`` then commits the sandbox.
 
@@ -346,6 +372,24 @@ class Host(Protocol):
     async def boot(self, sandbox: Sandbox) -> None:
         """Boot the stopped instance from its disk."""
 
+    async def stop(self, sandbox: Sandbox) -> None:
+        """Stop the instance's machine and release its network. The disk remains."""
+
+    async def save(self, sandbox: Sandbox) -> None:
+        """Commit the sandbox's record. The sandbox then exists, with the instance that the record contains.
+
+        A sandbox that was forked paused has a ``pause_snapshot`` but no machine or files yet. For such a sandbox, the
+        host first creates whatever it needs to store the record.
+        """
+
+    async def discard(self, sandbox: Sandbox) -> None:
+        """Stop the machine of ``sandbox.instance`` and remove its files. The sandbox's record remains."""
+
+    async def remove(self, sandbox: Sandbox) -> None:
+        """Remove the sandbox's record first, then its machine and disk."""
+
+    # -- snapshots --------------------------------------------------------------------------------------------------
+
     async def capture(
         self, sandbox: Sandbox, snapshot: Snapshot, *, memory: bool, volumes: Sequence[VolumeSnapshot] = ()
     ) -> Snapshot:
@@ -356,24 +400,11 @@ class Host(Protocol):
         that they belong to. If that snapshot is never committed, the next scan removes them.
         """
 
-    async def save(self, sandbox: Sandbox) -> None:
-        """Commit the sandbox's record. The sandbox then exists, with the instance that the record contains.
-
-        A sandbox that was forked paused has a ``pause_snapshot`` but no machine or files yet. For such a sandbox, the
-        host first creates whatever it needs to store the record.
-        """
-
     async def save_snapshot(self, snapshot: Snapshot) -> None:
         """Replace a committed snapshot's record, for example to change its name or ``doomed``."""
 
-    async def stop(self, sandbox: Sandbox) -> None:
-        """Stop the instance's machine and release its network. The disk remains."""
-
-    async def discard(self, sandbox: Sandbox) -> None:
-        """Stop the machine of ``sandbox.instance`` and remove its files. The sandbox's record remains."""
-
-    async def remove(self, sandbox: Sandbox) -> None:
-        """Remove the sandbox's record first, then its machine and disk."""
+    async def remove_snapshot(self, snapshot: Snapshot) -> None:
+        """Remove a snapshot atomically."""
 
     def get_file_paths(self, snapshot: Snapshot) -> dict[str, str]:
         """Return a snapshot's paths, for display: ``dir``, and ``memory`` and ``vmstate`` if it has such files."""
@@ -383,9 +414,6 @@ class Host(Protocol):
 
         Returns "" if it can be restored, or if the snapshot has no memory.
         """
-
-    async def remove_snapshot(self, snapshot: Snapshot) -> None:
-        """Remove a snapshot atomically."""
 
     async def open_snapshot(self, snapshot: Snapshot, *, memory: bool, resume_token: str = "") -> SnapshotSource:
         """Open a committed snapshot for reading. ``memory``: include the memory, which must be restorable.
@@ -411,7 +439,7 @@ class Host(Protocol):
         that is only known at ``commit``.
         """
 
-    # -- volumes: `Sandbox.mounts` lists a sandbox's mounts; `fork` and `boot` mount them, `discard` and `stop` unmount
+    # -- volumes ----------------------------------------------------------------------------------------------------
 
     async def create_volume(self, volume: Volume, source: VolumeSnapshot | None = None) -> None:
         """Create a volume, empty or from ``source`` (which may be smaller), commit it, and set ``volume.host``."""
@@ -461,6 +489,22 @@ class Host(Protocol):
     def guest_mounts(self, sandbox: Sandbox) -> list[GuestMount]:
         """Return the mounts that the agent of the running instance must perform for ``sandbox.mounts``, in order."""
 
+    # -- network ----------------------------------------------------------------------------------------------------
+
+    def check_network(self, policy: NetworkPolicy) -> None:
+        """Raise Invalid for an invalid policy, and Unsupported for one that this kind of host cannot enforce."""
+
+    async def apply_network(self, sandbox: Sandbox, policy: NetworkPolicy) -> None:
+        """Apply ``policy`` to the running instance. Raises the same errors as ``check_network``."""
+
+    def name_servers(self) -> list[str]:
+        """Return the addresses of the name servers for sandboxes."""
+
+    def endpoint(self, sandbox: Sandbox) -> Endpoint:
+        """Return the endpoint of the running instance."""
+
+    # -- state of sandboxes -----------------------------------------------------------------------------------------
+
     async def has_diverged(self, sandbox: Sandbox, head: Snapshot) -> bool:
         """Return whether the instance's disk has changed since ``head``.
 
@@ -479,18 +523,3 @@ class Host(Protocol):
 
     def end_reason(self, sandbox: Sandbox) -> str:
         """Return, as a clause, why the instance's machine is not running, or "" while it runs."""
-
-    def check_network(self, policy: NetworkPolicy) -> None:
-        """Raise Invalid for an invalid policy, and Unsupported for one that this kind of host cannot enforce."""
-
-    async def apply_network(self, sandbox: Sandbox, policy: NetworkPolicy) -> None:
-        """Apply ``policy`` to the running instance. Raises the same errors as ``check_network``."""
-
-    def name_servers(self) -> list[str]:
-        """Return the addresses of the name servers for sandboxes."""
-
-    def endpoint(self, sandbox: Sandbox) -> Endpoint:
-        """Return the endpoint of the running instance."""
-
-    def on_exit(self, callback: Callable[[str], None]) -> None:
-        """Set the function to call with the instance of each machine that stops unexpectedly."""

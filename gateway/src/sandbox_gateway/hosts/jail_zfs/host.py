@@ -183,7 +183,7 @@ class JailZfsHost:
     def on_exit(self, callback: Callable[[str], None]) -> None:
         self._watcher.on_exit = callback
 
-    # -- sandboxes --------------------------------------------------------------------------------------------------
+    # -- templates --------------------------------------------------------------------------------------------------
 
     def guest_digest(self) -> str:
         return rootfs.guest_digest()
@@ -223,6 +223,8 @@ class JailZfsHost:
             "a jail host cannot run the steps of E2B's client: build the template with POST /templates, with "
             "'from: template' and the commands in 'setup'"
         )
+
+    # -- sandboxes --------------------------------------------------------------------------------------------------
 
     async def fork(self, snapshot: Snapshot, sandbox: Sandbox, *, with_memory: bool, hold: bool = False) -> None:
         if with_memory or hold:
@@ -338,9 +340,6 @@ class JailZfsHost:
     def _reserve_bytes(self) -> int:
         return self._config.limits.free_disk_mb << 20
 
-    async def has_diverged(self, sandbox: Sandbox, head: Snapshot) -> bool:
-        return await self._disks.has_diverged(sandbox, head)
-
     # -- volumes ----------------------------------------------------------------------------------------------------
 
     async def create_volume(self, volume: Volume, source: VolumeSnapshot | None = None) -> None:
@@ -399,20 +398,23 @@ class JailZfsHost:
 
     # -- network ----------------------------------------------------------------------------------------------------
 
-    def name_servers(self) -> list[str]:
-        return self._network.name_servers()
-
     def check_network(self, policy: NetworkPolicy) -> None:
         require_enforceable_policy(policy)
 
     async def apply_network(self, sandbox: Sandbox, policy: NetworkPolicy) -> None:
         await self._runner.change_policy(sandbox, policy)
 
+    def name_servers(self) -> list[str]:
+        return self._network.name_servers()
+
     def endpoint(self, sandbox: Sandbox) -> Endpoint:
         address = self._register.require_running(sandbox).epair.address
         return Endpoint(address, key=read_gateway_key(self._identities.path(sandbox.instance)))
 
-    # -- queries ----------------------------------------------------------------------------------------------------
+    # -- state of sandboxes -----------------------------------------------------------------------------------------
+
+    async def has_diverged(self, sandbox: Sandbox, head: Snapshot) -> bool:
+        return await self._disks.has_diverged(sandbox, head)
 
     async def usage(self, sandbox: Sandbox) -> Usage:
         disk_bytes = await self._disks.count_unique_bytes(sandbox)
@@ -436,12 +438,12 @@ class JailZfsHost:
             for instance, machine in machines.items()
         }
 
+    async def console(self, sandbox: Sandbox) -> str:
+        """Return "", because a jail has no console."""
+        return ""
+
     def end_reason(self, sandbox: Sandbox) -> str:
         machine = self._register.get(sandbox.instance)
         if machine is None:
             return "its jail is not running"
         return END_REASON if machine.has_ended else ""
-
-    async def console(self, sandbox: Sandbox) -> str:
-        """Return "", because a jail has no console."""
-        return ""

@@ -142,6 +142,11 @@ class KvmXfsHost:
         await self._network_slots.close()
         self._lock.release()
 
+    @property
+    def platform(self) -> Platform:
+        """The platform of the machines that this host starts. The host must be open."""
+        return self._machines.platform
+
     async def _probe(self, kernel: Path | None = None) -> Platform:
         accelerator = await accel.probe(self._config.kvm_xfs, self._config.host.state_root / "accelerator.json", kernel)
         return Platform(accelerator.name, accelerator.cpu_model, self._config.kvm_xfs.machine, accelerator.qemu_version)
@@ -167,18 +172,10 @@ class KvmXfsHost:
         if await machine.is_stalled():
             await machine.cont()
 
-    @property
-    def platform(self) -> Platform:
-        """The platform of the machines that this host starts. The host must be open."""
-        return self._machines.platform
-
-    def name_servers(self) -> list[str]:
-        return find_name_servers(self._config.network)
-
     def on_exit(self, callback: Callable[[str], None]) -> None:
         self._machines.on_exit = callback
 
-    # -- bases and snapshots ----------------------------------------------------------------------------------------
+    # -- templates --------------------------------------------------------------------------------------------------
 
     def guest_digest(self) -> str:
         return guest_files.guest_digest()
@@ -221,6 +218,70 @@ class KvmXfsHost:
 
     def read_step_programs(self) -> Mapping[str, str]:
         return read_step_programs()
+
+    # -- sandboxes --------------------------------------------------------------------------------------------------
+
+    async def fork(self, snapshot: Snapshot, sandbox: Sandbox, *, with_memory: bool, hold: bool = False) -> None:
+        source = self._snapshots.files(snapshot)
+        files = self._layout.instance(sandbox)
+        if with_memory:
+            self._machines.check_platform(snapshot)
+            await asyncio.to_thread(self._memory_roots.require_memory, snapshot)
+        with translated_os_errors():
+            try:
+                # Wait for the thread even if cancelled: it must not write after the files have been removed.
+                await finish_despite_cancellation(
+                    asyncio.to_thread(instances.create_files, source, files, sandbox, with_memory)
+                )
+                state = source.device_state if with_memory else None
+                await self._machines.launch(sandbox, files, state, hold=hold)
+                sandbox.host["line"] = with_memory and snapshot.host.get("line", False)
+                if with_memory and "image" in snapshot.host:
+                    sandbox.host["image"] = snapshot.host["image"]
+            except BaseException:
+                await clean_up(logger, self.discard(sandbox))
+                raise
+
+    async def flush_fork(self, fork: Sandbox) -> None:
+        with translated_os_errors():
+            await asyncio.to_thread(instances.sync, self._layout.instance(fork))
+
+    async def claim(self, fork: Sandbox, sandbox: Sandbox) -> None:
+        with translated_os_errors():
+            try:
+                await self._machines.claim(fork, sandbox)
+            except BaseException:
+                await clean_up(logger, self.discard(sandbox), self.discard(fork))
+                raise
+
+    async def boot(self, sandbox: Sandbox) -> None:
+        files = self._layout.instance(sandbox)
+        await finish_despite_cancellation(
+            asyncio.to_thread(instances.create_memory_file, files, sandbox.resources.memory_mb)
+        )
+        await self._machines.launch(sandbox, files, None)
+
+    async def stop(self, sandbox: Sandbox) -> None:
+        await self._machines.stop(sandbox)
+
+    async def save(self, sandbox: Sandbox) -> None:
+        with translated_os_errors():
+            self._layout.sandbox(sandbox).mkdir(mode=0o711, exist_ok=True)
+            await asyncio.to_thread(record_files.write_record, self._layout.sandbox(sandbox), sandbox)
+
+    async def discard(self, sandbox: Sandbox) -> None:
+        await self._machines.stop(sandbox)
+        with translated_os_errors():
+            await asyncio.to_thread(instances.remove, self._layout.instance(sandbox))
+
+    async def remove(self, sandbox: Sandbox) -> None:
+        directory = self._layout.sandbox(sandbox)
+        with translated_os_errors():
+            await asyncio.to_thread(record_files.unlink_record, directory)
+            await self._machines.stop(sandbox)
+            await asyncio.to_thread(instances.remove_all, directory)
+
+    # -- snapshots --------------------------------------------------------------------------------------------------
 
     async def capture(
         self, sandbox: Sandbox, snapshot: Snapshot, *, memory: bool, volumes: Sequence[VolumeSnapshot] = ()
@@ -318,112 +379,6 @@ class KvmXfsHost:
             raise
         return target
 
-    # -- sandboxes --------------------------------------------------------------------------------------------------
-
-    async def fork(self, snapshot: Snapshot, sandbox: Sandbox, *, with_memory: bool, hold: bool = False) -> None:
-        source = self._snapshots.files(snapshot)
-        files = self._layout.instance(sandbox)
-        if with_memory:
-            self._machines.check_platform(snapshot)
-            await asyncio.to_thread(self._memory_roots.require_memory, snapshot)
-        with translated_os_errors():
-            try:
-                # Wait for the thread even if cancelled: it must not write after the files have been removed.
-                await finish_despite_cancellation(
-                    asyncio.to_thread(instances.create_files, source, files, sandbox, with_memory)
-                )
-                state = source.device_state if with_memory else None
-                await self._machines.launch(sandbox, files, state, hold=hold)
-                sandbox.host["line"] = with_memory and snapshot.host.get("line", False)
-                if with_memory and "image" in snapshot.host:
-                    sandbox.host["image"] = snapshot.host["image"]
-            except BaseException:
-                await clean_up(logger, self.discard(sandbox))
-                raise
-
-    async def flush_fork(self, fork: Sandbox) -> None:
-        with translated_os_errors():
-            await asyncio.to_thread(instances.sync, self._layout.instance(fork))
-
-    async def claim(self, fork: Sandbox, sandbox: Sandbox) -> None:
-        with translated_os_errors():
-            try:
-                await self._machines.claim(fork, sandbox)
-            except BaseException:
-                await clean_up(logger, self.discard(sandbox), self.discard(fork))
-                raise
-
-    async def boot(self, sandbox: Sandbox) -> None:
-        files = self._layout.instance(sandbox)
-        await finish_despite_cancellation(
-            asyncio.to_thread(instances.create_memory_file, files, sandbox.resources.memory_mb)
-        )
-        await self._machines.launch(sandbox, files, None)
-
-    async def save(self, sandbox: Sandbox) -> None:
-        with translated_os_errors():
-            self._layout.sandbox(sandbox).mkdir(mode=0o711, exist_ok=True)
-            await asyncio.to_thread(record_files.write_record, self._layout.sandbox(sandbox), sandbox)
-
-    async def stop(self, sandbox: Sandbox) -> None:
-        await self._machines.stop(sandbox)
-
-    async def discard(self, sandbox: Sandbox) -> None:
-        await self._machines.stop(sandbox)
-        with translated_os_errors():
-            await asyncio.to_thread(instances.remove, self._layout.instance(sandbox))
-
-    async def remove(self, sandbox: Sandbox) -> None:
-        directory = self._layout.sandbox(sandbox)
-        with translated_os_errors():
-            await asyncio.to_thread(record_files.unlink_record, directory)
-            await self._machines.stop(sandbox)
-            await asyncio.to_thread(instances.remove_all, directory)
-
-    async def has_diverged(self, sandbox: Sandbox, head: Snapshot) -> bool:
-        disk, head_disk = self._layout.instance(sandbox).disk, self._snapshots.files(head).disk
-        with _removal_explained(sandbox):
-            return not await asyncio.to_thread(reflink.have_same_extents, disk, head_disk)
-
-    async def usage(self, sandbox: Sandbox) -> Usage:
-        with _removal_explained(sandbox):
-            files = self._layout.instance(sandbox)
-            disk_bytes = await asyncio.to_thread(reflink.count_unique_bytes, files.disk)
-            image_bytes = await asyncio.to_thread(instances.measure_image, files)
-        started_machine = self._machines.find(sandbox)
-        memory_bytes = await asyncio.to_thread(started_machine.machine.read_memory_bytes) if started_machine else 0
-        return Usage(disk_bytes=disk_bytes, memory_bytes=memory_bytes, image_bytes=image_bytes)
-
-    async def loads(self, sandboxes: Sequence[Sandbox]) -> dict[str, Load]:
-        machines = {
-            sandbox.instance: started_machine.machine
-            for sandbox in sandboxes
-            if (started_machine := self._machines.find(sandbox)) and not started_machine.machine.has_ended
-        }
-        # One thread measures all machines, because each measurement takes only a few microseconds.
-        measurements = await asyncio.to_thread(lambda: {key: machine.load() for key, machine in machines.items()})
-        return {instance: load for instance, load in measurements.items() if load is not None}
-
-    def endpoint(self, sandbox: Sandbox) -> Endpoint:
-        machine, slot = self._machines.require_running(sandbox)
-        return Endpoint(slot.host_address, machine.line if sandbox.host.get("line") else None)
-
-    def end_reason(self, sandbox: Sandbox) -> str:
-        started_machine = self._machines.find(sandbox)
-        if started_machine is None:
-            return "its machine is not running"
-        return f"its machine stopped{started_machine.machine.log_tail()}" if started_machine.machine.has_ended else ""
-
-    async def console(self, sandbox: Sandbox) -> str:
-        started_machine = self._machines.find(sandbox)
-        return await started_machine.machine.console() if started_machine else ""
-
-    def check_network(self, policy: NetworkPolicy) -> None:
-        self._network_slots.check(policy)
-
-    async def apply_network(self, sandbox: Sandbox, policy: NetworkPolicy) -> None:
-        await self._network_slots.apply(self._machines.require_running(sandbox).slot, policy)
-
     # -- volumes ----------------------------------------------------------------------------------------------------
 
     async def create_volume(self, volume: Volume, source: VolumeSnapshot | None = None) -> None:
@@ -464,6 +419,57 @@ class KvmXfsHost:
 
     def guest_mounts(self, sandbox: Sandbox) -> list[GuestMount]:
         return self._volumes.guest_mounts(sandbox)
+
+    # -- network ----------------------------------------------------------------------------------------------------
+
+    def check_network(self, policy: NetworkPolicy) -> None:
+        self._network_slots.check(policy)
+
+    async def apply_network(self, sandbox: Sandbox, policy: NetworkPolicy) -> None:
+        await self._network_slots.apply(self._machines.require_running(sandbox).slot, policy)
+
+    def name_servers(self) -> list[str]:
+        return find_name_servers(self._config.network)
+
+    def endpoint(self, sandbox: Sandbox) -> Endpoint:
+        machine, slot = self._machines.require_running(sandbox)
+        return Endpoint(slot.host_address, machine.line if sandbox.host.get("line") else None)
+
+    # -- state of sandboxes -----------------------------------------------------------------------------------------
+
+    async def has_diverged(self, sandbox: Sandbox, head: Snapshot) -> bool:
+        disk, head_disk = self._layout.instance(sandbox).disk, self._snapshots.files(head).disk
+        with _removal_explained(sandbox):
+            return not await asyncio.to_thread(reflink.have_same_extents, disk, head_disk)
+
+    async def usage(self, sandbox: Sandbox) -> Usage:
+        with _removal_explained(sandbox):
+            files = self._layout.instance(sandbox)
+            disk_bytes = await asyncio.to_thread(reflink.count_unique_bytes, files.disk)
+            image_bytes = await asyncio.to_thread(instances.measure_image, files)
+        started_machine = self._machines.find(sandbox)
+        memory_bytes = await asyncio.to_thread(started_machine.machine.read_memory_bytes) if started_machine else 0
+        return Usage(disk_bytes=disk_bytes, memory_bytes=memory_bytes, image_bytes=image_bytes)
+
+    async def loads(self, sandboxes: Sequence[Sandbox]) -> dict[str, Load]:
+        machines = {
+            sandbox.instance: started_machine.machine
+            for sandbox in sandboxes
+            if (started_machine := self._machines.find(sandbox)) and not started_machine.machine.has_ended
+        }
+        # One thread measures all machines, because each measurement takes only a few microseconds.
+        measurements = await asyncio.to_thread(lambda: {key: machine.load() for key, machine in machines.items()})
+        return {instance: load for instance, load in measurements.items() if load is not None}
+
+    async def console(self, sandbox: Sandbox) -> str:
+        started_machine = self._machines.find(sandbox)
+        return await started_machine.machine.console() if started_machine else ""
+
+    def end_reason(self, sandbox: Sandbox) -> str:
+        started_machine = self._machines.find(sandbox)
+        if started_machine is None:
+            return "its machine is not running"
+        return f"its machine stopped{started_machine.machine.log_tail()}" if started_machine.machine.has_ended else ""
 
 
 def _read_room(root: Path, memory_roots: MemoryRoots) -> Room:
