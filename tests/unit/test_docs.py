@@ -545,12 +545,18 @@ def test_every_event_is_documented() -> None:
     assert published_events == documented_events
 
 
-def test_the_overview_of_the_engine_lists_every_module() -> None:
-    directory = REPOSITORY / "gateway" / "src" / "sandbox_gateway" / "engine"
+SOURCE = REPOSITORY / "gateway" / "src"
+PACKAGES = [path.parent.relative_to(SOURCE) for path in sorted(SOURCE.glob("*/**/__init__.py"))]
+
+
+@pytest.mark.parametrize("package", PACKAGES, ids=str)
+def test_the_overview_of_a_package_lists_every_module(package: Path) -> None:
+    """In an overview, only modules of the package are between double backticks; other code is between single ones."""
+    directory = SOURCE / package
     overview = ast.get_docstring(ast.parse((directory / "__init__.py").read_text())) or ""
-    module_names = {path.stem for path in directory.glob("*.py")} - {"__init__"}
-    module_names |= {path.parent.name for path in directory.glob("*/__init__.py")}
-    assert set(re.findall(r"``(\w+)``", overview)) == module_names
+    modules = {path.stem for path in directory.glob("*.py")} - {"__init__", "__main__"}
+    modules |= {path.parent.name for path in directory.glob("*/__init__.py")}
+    assert set(re.findall(r"``(\w+)``", overview)) == modules
 
 
 def list_sections(path: Path, class_name: str) -> list[tuple[str, str]]:

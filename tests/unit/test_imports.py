@@ -54,3 +54,13 @@ def test_the_docstring_of_a_host_kind_lists_the_layers(kind: str) -> None:
     assert layers.replace(", ", " | ").split() == " ".join(contract["layers"]).split()
     described = re.findall(r"^    (\w+)  +\S", docstring, re.MULTILINE) + re.findall(r"``(\w+)``", docstring)
     assert {*re.findall(r"\w+", " ".join(contract["layers"]))} <= {*described}
+
+
+def test_the_docstring_of_the_fleet_lists_the_layers() -> None:
+    data = tomllib.loads((REPOSITORY / "tests" / "lint" / "imports.toml").read_text())["tool"]["importlinter"]
+    (contract,) = [each for each in data["contracts"] if each["id"] == "fleet"]
+    docstring = importlib.import_module("sandbox_gateway.fleet").__doc__ or ""
+    items = re.findall(r"^\* (.*?)(?=^\* |\Z)", docstring, re.MULTILINE | re.DOTALL)
+    assert [sorted(re.findall(r"``(\w+)``", item)) for item in items] == [
+        sorted(layer.split(" | ")) for layer in contract["layers"]
+    ]

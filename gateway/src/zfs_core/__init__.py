@@ -1,19 +1,31 @@
-"""Implement the API of ``libzfs_core`` (pyzfs) with the commands ``zfs`` and ``zpool``.
+"""Implement the API of `libzfs_core` (pyzfs) with the commands `zfs` and `zpool`.
 
 This package knows nothing about sandboxes.
 
-The functions ``lzc_*`` have the same names, argument order and exceptions as in libzfs_core of OpenZFS 2.3. Names may
-be str or bytes; if the first argument is bytes, names in results and exceptions are bytes. ``is_supported`` tells which
+The functions `lzc_*` have the same names, argument order and exceptions as in libzfs_core of OpenZFS 2.3. Names may
+be str or bytes; if the first argument is bytes, names in results and exceptions are bytes. `is_supported` tells which
 functions work with the installed ZFS. All other functions raise NotImplementedError.
 
 The functions differ from libzfs_core where the commands do. If several objects are created or destroyed with one
 command each (bookmarks, holds, and snapshots on zfs-fuse), this is not atomic: the functions check first that all can
 succeed, and undo what they did if one fails. Some functions have more keyword arguments than in libzfs_core, which does
-not mount filesystems: ``mounted``, ``unmounted``, ``remounted``.
+not mount filesystems: `mounted`, `unmounted`, `remounted`.
 
 The other functions list datasets, mount them, read their properties, and detect changes since a snapshot. They have no
 counterpart in pyzfs. All functions block (use ``asyncio.to_thread``). Each command has a timeout of
-``zfs_core.process.TIMEOUT_SECONDS``, or ``TRANSFER_TIMEOUT_SECONDS`` if it transfers a stream.
+`zfs_core.process.TIMEOUT_SECONDS`, or `TRANSFER_TIMEOUT_SECONDS` if it transfers a stream.
+
+* functions: ``datasets``, ``snapshots``, ``bookmarks``, ``holds``, ``properties``, ``encryption``, ``send``,
+  ``receive``, ``pools``; ``support`` tells which of them work. Without a counterpart in pyzfs: ``listing``, ``mounts``,
+  ``changes``.
+* names and values: ``names`` checks names, ``options`` formats properties as arguments, ``property_values`` converts
+  their values, ``parse`` parses the output of commands, ``constants`` and ``exceptions`` have the names of libzfs_core.
+* formats: ``stream_format`` reads and writes parts of streams, ``nvlist`` the lists in them.
+* commands: ``run`` runs them, with retries, as a ``process``; ``running`` keeps track of them, ``outcome`` and
+  ``causes`` explain failures, ``capabilities`` detects what the installed ZFS can do, and ``hold_descriptors`` releases
+  holds when a descriptor is closed.
+
+The package ``cli`` is the command `lzc`.
 """
 
 from zfs_core import exceptions

@@ -9,22 +9,26 @@ groups each group uses.
 * Prerequisites of the primitives:
     * locks: ``locking``, ``keyed_locks``.
     * users of objects: ``references`` finds them, ``in_use`` creates the errors that name them.
-    * removal: ``removal`` removes snapshots and volumes, ``collector`` finds unused ones, ``backoff`` delays retries.
-      Sandboxes are removed by ``sandboxes``, and the bases of templates by ``template_builder``.
+    * removal: ``removal`` removes snapshots and volumes; ``collector`` finds unused ones, and the snapshots that a rule
+      no longer keeps (``retention``); ``backoff`` delays retries. Sandboxes are removed by ``sandboxes``, and the bases
+      of templates by ``template_builder``.
     * agents: ``agents``, ``agent_client``, ``guest_json``.
     * ``room``: refuses operations that would fill the host, and resumes machines that stalled on a full disk.
     * ``prewarm``: starts forks before they are requested. It is the only module other than
       ``machine_lifecycle`` that starts machines.
 * The two primitives: ``machine_lifecycle`` forks a machine from a snapshot, and ``captures`` takes a snapshot.
-  ``start_slots`` orders the starts, ``boot_failure`` explains a failed one.
-* Operations that do not need the primitives: ``volumes``, ``attachments``; ``commands`` inside running sandboxes; the
-  package ``transfer`` exports and imports snapshots and volumes; ``build_files`` stores the files that steps of a
+  ``machine_lifecycle`` also boots and stops machines. ``start_slots`` orders the starts, ``boot_failure`` explains a
+  failed one.
+* Operations that do not need the primitives: ``volumes``, ``attachments``; ``commands`` inside running sandboxes;
+  exports to files and imports from them, in the package ``transfer``; ``build_files`` stores the files that steps of a
   template copy.
 * Operations that are built on the primitives: ``snapshots`` and ``lineage``, ``forks``, ``sandboxes``, ``templates``.
   Their steps: ``spec``, ``fork_plan``, ``mount_plan``, ``mount_paths``, ``timeouts``, ``replacement``,
   ``template_builder``, ``builds``, ``image_steps``; ``dockerfiles`` and ``context_patterns`` translate Dockerfiles to
-  such steps; ``retention`` selects the snapshots that a new one replaces.
-* Work that no request triggers: ``loads`` measures sandboxes; ``recovery`` runs at start-up; ``expiry``.
+  such steps. `transfer.artifacts` pushes snapshots and templates to registries, and pulls them.
+* Work that no request triggers: ``loads`` measures sandboxes; ``recovery`` runs at start-up; ``expiry``. Groups above
+  also have such work, which `Engine.open` starts: ``prewarm``, ``room``, and the removal of files that ``build_files``
+  and `transfer.artifacts` no longer need.
 
 The package ``plans`` opens plan sessions for check mode. Each session is a second engine over a host without machines.
 """

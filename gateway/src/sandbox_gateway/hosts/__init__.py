@@ -1,16 +1,20 @@
 """Each kind of host is implemented in a separate package, independent of the engine's operations.
 
-``base`` defines the interface. This table lists the modules that do each job:
+``base`` defines the interface. The packages are ``kvm_xfs`` and ``jail_zfs``. This table lists the modules that do each
+job:
 
     job                               kvm_xfs                               jail_zfs
-    running machines                  machines, qemu                        runner, machine_register, watcher
+    running machines                  machines, qemu                        runner, machine_register, watcher,
+                                                                            jail.jails, jail.identity
+    limits of machines                cgroup                                jail.rctl
     disks and records                 image, record_files                   disks, storage
     capture                           capture, memory                       disks, storage.snapshots, volumes
     network of a sandbox              network                               network
     volumes                           volumes                               volumes, jail.mounts, jail.suspension
     root file system of a template    template                              jail.rootfs
     lock of the host's state          host_lock                             storage.host_lock
-    export and import                 transfer, part_files                  transfer, storage.snapshot_streams
+    export and import of snapshots    transfer, part_files                  transfer, storage.snapshot_streams
+    export and import of volumes      volumes.image_import, part_files      transfer, storage.volume_streams
     scan at start-up                  recovery                              recovery
     free memory of the host           host_memory                           host_memory
 

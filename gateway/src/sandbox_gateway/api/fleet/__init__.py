@@ -1,1 +1,12 @@
-"""The API of a fleet: its hosts, and requests that other gateways carry out. Imported only with `[fleet]`."""
+"""The API of a fleet: its hosts, and requests that other gateways carry out. Imported only with `[fleet]`.
+
+``routes`` lists where the requests of each route are carried out. ``middleware`` follows it:
+
+* on the host of an object: ``locator`` finds the host, and ``forwarding`` sends the request there.
+* on all hosts: ``merging`` merges their lists and events.
+* on chosen hosts: ``placing`` lets them create the sandboxes of a request; ``spreading`` creates either all of them or
+  none.
+* in this gateway: ``local`` keeps the response.
+
+``data_plane`` forwards requests to ports inside sandboxes. ``hosts`` has the routes of the fleet's hosts.
+"""

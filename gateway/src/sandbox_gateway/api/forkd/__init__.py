@@ -1,1 +1,1 @@
-"""The API of forkd's clients, under `/v1`: routes, and the models of their request and response bodies."""
+"""The API of forkd's clients, under `/v1`: its ``routes``, and ``shapes``, the models of requests and responses."""

@@ -1,25 +1,26 @@
 """The host kind `jail_zfs`: FreeBSD jails on ZFS clones.
 
-``host`` implements ``hosts.base`` with these modules:
+``host`` implements `hosts.base` with these modules:
 
-    transfer            exports and imports snapshots and volumes as ZFS streams
-    recovery            scans at start-up and adopts running jails
-    runner              starts and stops a jail with its network, mounts and limits; changes its network policy
-    machine_register    lists the running machines and reserves their addresses
-    watcher             detects jails that stop on their own
-    disks               clones, mounts, captures and removes the file systems of sandboxes, saves their records, and
-                        saves, names and removes their snapshots, using ``storage``
-    volumes             creates, captures and attaches volumes, and suspends jails during a capture that is not
-                        atomic, using ``storage``, ``jail.mounts`` and ``jail.suspension``
-    retries             retries the removal of file systems that are in use
-    disk_usage          measures the disk space of sandboxes and snapshots
-    host_memory         reads the host's free memory
-    commands            runs FreeBSD's commands
+    ``transfer``          exports and imports snapshots and volumes as ZFS streams
+    ``recovery``          scans at start-up and adopts running jails
+    ``runner``            starts and stops a jail with its network, mounts and limits; changes its network policy
+    ``machine_register``  lists the running machines and reserves their addresses
+    ``watcher``           detects jails that stop on their own
+    ``disks``             clones, mounts, captures and removes the file systems of sandboxes, saves their records, and
+                          saves, names and removes their snapshots, using ``storage``, ``retries``,
+                          `jail.mounts` and `jail.holders`
+    ``volumes``           creates, captures and attaches volumes, and suspends jails during a capture that is not
+                          atomic, using ``storage``, ``retries``, `jail.mounts` and `jail.suspension`
+    ``retries``           retries the removal of file systems that are in use
+    ``disk_usage``        measures the disk space of sandboxes and snapshots
+    ``host_memory``       reads the host's free memory
+    ``commands``          runs FreeBSD's commands
 
 Packages: ``jail`` (a jail's configuration, limits, mounts and root file system), ``network`` (bridge, epairs, pf),
 ``storage`` (datasets, snapshots, records, the lock).
 
-A module imports only modules below it in this list (tests/lint/imports.toml). ``storage`` uses ``zfs_core`` instead of
+A module imports only modules below it in this list (tests/lint/imports.toml). ``storage`` uses `zfs_core` instead of
 ``commands``.
 
     host

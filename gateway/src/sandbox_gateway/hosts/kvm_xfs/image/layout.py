@@ -1,7 +1,7 @@
 """Define the paths of objects in the state root, and of memory images in memory roots.
 
-docs/design.md ("On the disk", "Memory roots") contains the complete trees, with the files that other modules define. A
-rename commits a snapshot or a volume (`commit_protocol`). A sandbox exists as soon as its manifest exists.
+docs/design.md ("On-disk layout", "Memory roots") contains the complete trees, with the files that other modules define.
+A rename commits a snapshot or a volume (`commit_protocol`). A sandbox exists as soon as its manifest exists.
 """
 
 from __future__ import annotations

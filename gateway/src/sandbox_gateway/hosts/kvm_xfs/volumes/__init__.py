@@ -2,7 +2,7 @@
 
 ``kvm_volumes`` is the entry point: it tracks which machines mount which volume, and captures, rolls back and grows
 mounted volumes. It uses ``store`` (images and records on disk), ``pending_snapshots`` (snapshots that are not committed
-yet), ``ports`` and ``server_pool``.
+yet), ``image_import`` (volumes from files), ``ports`` and ``server_pool``.
 
 ``server_pool`` runs one server for each mounted volume. ``server_start`` starts and reconfigures a server: the program
 ``launcher`` isolates it, ``seccomp`` filters its system calls, ``configuration`` creates its configuration file, and
