@@ -91,6 +91,20 @@ def find_anchors(page: Path) -> set[str]:
     return {heading.replace(" ", "-") for heading in plain_headings}
 
 
+def test_the_code_quotes_existing_headings() -> None:
+    """The code refers to a section like this: docs/design.md ("On-disk layout", "Memory roots")."""
+    references = []
+    for path in (each for name in ("gateway", "plugins", "roles") for each in (REPOSITORY / name).rglob("*.py")):
+        text = " ".join(path.read_text().replace("\n#", "\n").split())
+        for page, headings in re.findall(r"docs/(\w+\.md) \(((?:\"[^\"]+\"(?:, )?)+)\)", text):
+            references += [(page, heading) for heading in re.findall(r'"([^"]+)"', headings)]
+    assert len(references) >= 5
+    for page, heading in references:
+        assert re.search(rf"^##+ {re.escape(heading)}$", (DOCS_DIRECTORY / page).read_text(), re.MULTILINE), (
+            f"{page} has no section {heading!r}"
+        )
+
+
 def test_every_page_is_in_the_index() -> None:
     links = set(_LINK_PATTERN.findall((DOCS_DIRECTORY / "README.md").read_text()))
     assert {page.name for page in DOCS_DIRECTORY.glob("*.md")} - {"README.md"} <= links
@@ -603,9 +617,16 @@ def test_the_map_in_the_readme_names_every_folder_and_role() -> None:
     section = (REPOSITORY / "README.md").read_text().partition("## Repository layout")[2].partition("\n## ")[0]
     rows = re.findall(r"^\| (`.*?) \|(.*)\|$", section, re.MULTILINE)
     assert len(rows) <= 12
-    paths = re.findall(r"`([\w./*]+)`", " ".join(path for path, _ in rows))
-    assert {path.partition("/")[0] for path in paths} - {"CONTRIBUTING.md", "dev", "server"} == list_folders(REPOSITORY)
-    assert all(any(REPOSITORY.glob(path.rstrip("/"))) for path in paths if path != "server")
+    paths = []
+    for names in (re.findall(r"`([\w./*]+)`", path) for path, _ in rows):
+        # A row may shorten a path: "`gateway/src/sandbox_gateway/api`, `server`".
+        parent = names[0].rpartition("/")[0] if names[0].startswith("gateway/") else ""
+        paths += [names[0], *(name if "/" in name or not parent else f"{parent}/{name}" for name in names[1:])]
+    top_level = {path.partition("/")[0] for path in paths}
+    assert top_level - {"CONTRIBUTING.md", "dev"} == {*list_folders(REPOSITORY), ".ci"}
+    assert all(any(REPOSITORY.glob(path.rstrip("/"))) for path in paths)
+    for parent in ("plugins", "gateway/src/sandbox_gateway"):
+        assert {f"{parent}/{name}" for name in list_folders(REPOSITORY / parent)} <= set(paths)
     (roles,) = [text for path, text in rows if "`roles/`" in path]
     assert set(re.findall(r"`(\w+)`", roles)) == list_folders(REPOSITORY / "roles")
 
@@ -617,7 +638,12 @@ def test_the_index_of_the_code_names_every_role() -> None:
 
 def test_the_contributing_page_names_every_folder_of_tests() -> None:
     text = (REPOSITORY / "CONTRIBUTING.md").read_text()
-    assert list_folders(REPOSITORY / "tests") <= set(re.findall(r"`tests/(\w+)`", text))
+    durations, _, kinds = text.partition("## Debug a sandbox")
+    folders = list_folders(REPOSITORY / "tests")
+    assert folders <= set(re.findall(r"`tests/(\w+)`", durations))
+    with_tests = {name for name in folders if any((REPOSITORY / "tests" / name).rglob("test_*.py"))}
+    assert with_tests <= set(re.findall(r"`tests/(\w+)`", kinds))
+    assert list_folders(REPOSITORY / "tests/unit") <= set(re.findall(r"`tests/unit/(\w+)`", kinds))
 
 
 def test_the_readme_names_the_replaced_commands() -> None:

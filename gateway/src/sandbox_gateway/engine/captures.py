@@ -1,6 +1,7 @@
 """Take snapshots of running sandboxes.
 
-"A capture, step by step" describes the steps, for virtual machines in docs/design.md and for jails in docs/jail_zfs.md.
+docs/design.md ("A capture, step by step") describes the steps for virtual machines, and docs/jail_zfs.md ("A capture,
+step by step") those for jails.
 """
 
 from __future__ import annotations
