@@ -20,7 +20,7 @@ from sandbox_gateway.engine.spec import ForkSpec, MountSpec
 from sandbox_gateway.errors import GatewayError, NoSpace, NotFound
 from sandbox_gateway.hosts.base import Room
 from sandbox_gateway.recipes import Recipe
-from sandbox_gateway.records import NetworkPolicy, Resources
+from sandbox_gateway.records import NetworkPolicy, Resources, Snapshot
 from tests.api.memory_host import MemoryHost
 from tests.support.memory_engine import build, create, opened_engine, wait_until
 
@@ -186,6 +186,32 @@ async def test_every_operation_has_a_histogram(engine: Engine, app: FastAPI) -> 
         before = count_observations(app, operation, memory, "ok")
         await call(engine)
         assert count_observations(app, operation, memory, "ok") == before + 1, (operation, memory)
+
+
+async def test_captures_that_do_not_use_the_best_memory_mode_are_counted(engine: Engine, app: FastAPI) -> None:
+    host = engine.host
+    assert isinstance(host, MemoryHost)
+    original_capture = host.capture
+
+    async def capture_degraded(*args: Any, **options: Any) -> Snapshot:
+        snapshot = await original_capture(*args, **options)
+        return snapshot.model_copy(update={"host": {**snapshot.host, "degraded": "no tracker"}})
+
+    def count() -> float:
+        sample = re.search(
+            r'^sandbox_gateway_captures_degraded_total{memory="incremental"} (\S+)$',
+            app.state.metrics.render().decode(),
+            re.MULTILINE,
+        )
+        return float(sample[1]) if sample else 0.0
+
+    await create(engine, "a")
+    count_before = count()
+    await engine.snapshots.create("a")
+    assert count() == count_before
+    host.capture = capture_degraded  # type: ignore[method-assign]
+    await engine.snapshots.create("a")
+    assert count() == count_before + 1
 
 
 def test_the_documentation_lists_every_operation() -> None:
