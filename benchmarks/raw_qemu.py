@@ -37,6 +37,8 @@ _CLONE_NEWNET = 0x40000000
 _TIMEOUT_SECONDS = 30.0
 _BOOT_TIMEOUT_SECONDS = 180.0
 _RETRY_SECONDS = 0.01
+_BLANK_OPTIONS = ("-object", "-blockdev")
+"""The options of the files that a blank machine lacks: its memory, and the two layers of its disk."""
 _libc = ctypes.CDLL(None, use_errno=True)
 
 
@@ -68,23 +70,62 @@ class RawMachine:
         assert self._process is not None, "the machine is not started"
         return self._process.pid
 
-    def start(self, *, stepwise: bool = False) -> Times:
+    def start(self, *, stepwise: bool = False, as_root: bool = False) -> Times:
         """Start QEMU and wait until the guest runs again.
 
         ``stepwise``: load the state with a separate command after QEMU has answered, to time both steps separately.
+        ``as_root``: do not change the user, for comparison with ``start_blank``.
         """
-        with self._starting(defer_load=stepwise) as (start_time, address, state):
+        with self._starting(defer_load=stepwise, as_root=as_root) as (start_time, address, state):
             self._monitor = monitor = Monitor(address)
             monitor.execute("qmp_capabilities")
             status = monitor.execute("query-status")
             answer_time = time.perf_counter()
             if stepwise:
                 monitor.execute("migrate-incoming", {"uri": f"fd:{state}"})
-            while status["status"] != "running":
-                monitor.wait_for_event("RESUME", 0.005)
-                status = monitor.execute("query-status")
+            _wait_until_running(monitor, status)
             resume_time = time.perf_counter()
         return Times((answer_time - start_time) * 1000, (resume_time - start_time) * 1000)
+
+    def start_blank(self) -> None:
+        """Start QEMU without memory and disks, and let it wait before it creates the machine.
+
+        QEMU does not change its user, because it would do so before it opens the files of ``load_into_blank``.
+        """
+        with self._starting(defer_load=True, as_root=True, blank=True) as (_, address, _):
+            self._monitor = Monitor(address)
+            self._monitor.execute("qmp_capabilities")
+
+    def load_into_blank(self) -> float:
+        """Turn a blank machine into this one. Returns the milliseconds until the guest runs."""
+        assert self._monitor is not None
+        monitor = self._monitor
+        arguments = build_arguments(self._spec, self.files, qmp_fd=0, line_fd=0, state_fd=0)
+        memory, *disks = (
+            _parse_option(arguments[position + 1])
+            for position, argument in enumerate(arguments)
+            if argument in _BLANK_OPTIONS
+        )
+        start_time = time.perf_counter()
+        monitor.execute("object-add", memory)
+        monitor.execute("qom-set", {"path": "/machine", "property": "memory-backend", "value": memory["id"]})
+        for disk in disks:
+            monitor.execute("blockdev-add", disk)
+        monitor.execute("x-exit-preconfig")
+        with self._state_file.open("rb") as state:
+            monitor.pass_named_descriptor(state.fileno(), "state")
+        monitor.execute("migrate-incoming", {"uri": "fd:state"})
+        _wait_until_running(monitor, monitor.execute("query-status"))
+        return (time.perf_counter() - start_time) * 1000
+
+    def start_as_migration_target(self) -> None:
+        """Start QEMU so that it waits for a migration, with a file of its own in which the memory arrives."""
+        self.files.memory.unlink()
+        self.files.memory.touch()
+        os.truncate(self.files.memory, self._spec.memory_mb << 20)
+        with self._starting(defer_load=True, hold=True, shares_memory=True) as (_, address, _):
+            self._monitor = Monitor(address)
+            self._monitor.execute("qmp_capabilities")
 
     def start_without_guest(self) -> None:
         """Start QEMU without loading a state, so that no guest runs."""
@@ -165,11 +206,19 @@ class RawMachine:
 
     @contextlib.contextmanager
     def _starting(
-        self, *, defer_load: bool, hold: bool = False, boot: bool = False
+        self,
+        *,
+        defer_load: bool,
+        hold: bool = False,
+        boot: bool = False,
+        as_root: bool = False,
+        blank: bool = False,
+        shares_memory: bool = False,
     ) -> Iterator[tuple[float, str, int]]:
         """Start QEMU. Yields the start time, the address of the QMP socket, and the descriptor of the device state.
 
-        ``boot``: boot the kernel, without an initrd, instead of loading the device state.
+        ``boot``: boot the kernel, without an initrd, instead of loading the device state. ``as_root``: do not change
+        the user. ``blank``: see ``start_blank``. ``shares_memory``: what the guest writes goes to the memory file.
         """
         with (
             socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC) as listener,
@@ -187,10 +236,19 @@ class RawMachine:
                     self._spec, self.files, qmp_fd=fds[0], line_fd=fds[1], state_fd=state_fd, hold=hold
                 )
                 if boot:
-                    position = argv.index("-initrd")
-                    del argv[position : position + 2]
+                    _remove_option(argv, "-initrd")
                 if defer_load:
                     argv[argv.index("-incoming") + 1] = "defer"
+                if as_root and "-runas" in argv:
+                    _remove_option(argv, "-runas")
+                if shares_memory:
+                    argv[argv.index("-object") + 1] = argv[argv.index("-object") + 1].replace("share=off", "share=on")
+                if blank:
+                    for option in _BLANK_OPTIONS:
+                        while option in argv:
+                            _remove_option(argv, option)
+                    argv[argv.index("-M") + 1] = argv[argv.index("-M") + 1].replace(",memory-backend=mem", "")
+                    argv.append("-preconfig")
                 start_time = self._spawn_qemu(argv, fds, output.fileno())
             yield start_time, address, state.fileno()
 
@@ -202,6 +260,11 @@ class RawMachine:
         """Pass an open file to QEMU. Returns QEMU's name for it."""
         assert self._monitor is not None, "the machine is not started"
         return self._monitor.pass_descriptor(descriptor)
+
+    def pass_named_descriptor(self, descriptor: int, name: str) -> None:
+        """Pass an open file to QEMU under a name of our choice."""
+        assert self._monitor is not None, "the machine is not started"
+        self._monitor.pass_named_descriptor(descriptor, name)
 
     def wait_until_connected(self) -> None:
         """Wait until the guest accepts a connection to its agent's port. Raises RuntimeError after a timeout."""
@@ -356,6 +419,12 @@ class Monitor:
         socket.send_fds(self._socket, [b'{"execute": "add-fd"}'], [descriptor])
         return f"/dev/fdset/{self._read_answer('add-fd')['fdset-id']}"
 
+    def pass_named_descriptor(self, descriptor: int, name: str) -> None:
+        """Pass an open file to QEMU under a name of our choice."""
+        request = {"execute": "getfd", "arguments": {"fdname": name}}
+        socket.send_fds(self._socket, [json.dumps(request).encode()], [descriptor])
+        self._read_answer("getfd")
+
     def wait_for_event(self, name: str, seconds: float) -> None:
         """Wait for an event for at most ``seconds``."""
         deadline = time.perf_counter() + seconds
@@ -390,6 +459,33 @@ class Monitor:
         line, self._buffer = self._buffer.split(b"\n", 1)
         message: dict[str, Any] = json.loads(line)
         return message
+
+
+def _wait_until_running(monitor: Monitor, status: dict[str, Any]) -> None:
+    while status["status"] != "running":
+        monitor.wait_for_event("RESUME", 0.005)
+        status = monitor.execute("query-status")
+
+
+def _remove_option(argv: list[str], option: str) -> None:
+    position = argv.index(option)
+    del argv[position : position + 2]
+
+
+def _parse_option(text: str) -> dict[str, Any]:
+    """Return the arguments of object-add or blockdev-add that correspond to an option of the command line."""
+    arguments: dict[str, Any] = {}
+    for item in text.split(","):
+        name, _, value = item.rpartition("=")
+        parsed_value = {"on": True, "off": False}.get(value, value)
+        if name == "size":
+            parsed_value = int(value.removesuffix("M")) << 20
+        *parents, key = (name or "qom-type").split(".")
+        target = arguments
+        for parent in parents:
+            target = target.setdefault(parent, {})
+        target[key] = parsed_value
+    return arguments
 
 
 def read_memory_usage(pid: int) -> Iterator[tuple[str, int]]:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from benchmarks.benches.blank import Blank
 from benchmarks.benches.boot import Boot
 from benchmarks.benches.cli import Cli
 from benchmarks.benches.clone import Clone
 from benchmarks.benches.connection import Connection
+from benchmarks.benches.crowd import Crowd
 from benchmarks.benches.dirty import Dirty
 from benchmarks.benches.fork import Fork
 from benchmarks.benches.http import Http
@@ -15,9 +17,11 @@ from benchmarks.benches.jail import JailZfs
 from benchmarks.benches.jail_growth import JailGrowth
 from benchmarks.benches.jail_scale import JailScale
 from benchmarks.benches.memory import Memory
+from benchmarks.benches.migration import Migration
 from benchmarks.benches.pause import Pause
 from benchmarks.benches.plans import Plans
 from benchmarks.benches.prewarm import Prewarm
+from benchmarks.benches.profile import Profile
 from benchmarks.benches.rivals import Rivals
 from benchmarks.benches.rollback import Rollback
 from benchmarks.benches.scale import Scale
@@ -29,7 +33,11 @@ from benchmarks.measure import Bench
 BENCHES: tuple[Bench, ...] = (
     Pause(),
     Dirty(),
+    Crowd(),
     Fork(),
+    Profile(),
+    Blank(),
+    Migration(),
     Boot(),
     Prewarm(),
     Rollback(),

@@ -7,7 +7,7 @@ import time
 
 from benchmarks.answers import Answers, recording_answers
 from benchmarks.context import Context, KvmXfs, read_available_memory_bytes
-from benchmarks.measure import Result
+from benchmarks.measure import Result, Target
 from sandbox_gateway.engine.spec import ForkSpec
 from sandbox_gateway.errors import GatewayError
 from sandbox_gateway.records import Sandbox
@@ -24,9 +24,10 @@ class Clone:
         host = ctx.kvm_xfs
         concurrency = host.config.limits.concurrency
         result = Result(self.name, self.title, {"concurrency": concurrency, "failures": 0})
-        rounds_by_count = {1: 2, 4: 1} if ctx.quick else {1: 10, 10: 5, 50: 2}
+        rounds_by_count = {1: 2, 4: 1} if ctx.quick else {1: 30, 10: 5, 100: 2}
         with host.temporary_snapshot() as snapshot, host.raw_qemu(snapshot) as raw, recording_answers() as answers:
             source = host.create_sandbox(snapshot.id)
+            parts: list[float] = []
             time.sleep(2)
             for requested_count, rounds in rounds_by_count.items():
                 count = _limit_clone_count(host, source, requested_count, result)
@@ -38,8 +39,13 @@ class Clone:
                         floor.append(raw.start_concurrently(count, concurrency))
                         raw.prepare_machines(count)  # stop the raw machines to free memory for the clones
                         _measure_clones(host, source, count, result, answers, return_times, total_times)
+                        if count == 1 and len(total_times) > len(parts):
+                            parts.append(_measure_parts(host, source, answers))
                         steps.advance()
                 _report(result, count, floor, return_times, total_times)
+            extra_ms = [total - part for total, part in zip(result.measures["total_1"].samples, parts, strict=True)]
+            result.add_measure("parts", "the pause of a capture, plus a fork of it", samples=parts)
+            result.add_measure("extra", "n = 1: longer than these parts by", samples=extra_ms, target=Target("p50", 10))
         return result
 
 
@@ -70,6 +76,18 @@ def _measure_clones(
     names = host.live.do(_read_hostnames(host, clones), timeout=600)
     result.settings["failures"] += max(count - len(set(names)), count - len(exchanges))
     host.delete_sandboxes(*clones)
+
+
+def _measure_parts(host: KvmXfs, source: Sandbox, answers: Answers) -> float:
+    """Return the milliseconds of a capture's pause and of a fork of the capture, until the fork has answered."""
+    snapshot = host.capture(source)
+    answers.forget()
+    start = time.perf_counter()
+    fork = host.create_sandbox(snapshot.id)
+    end = max(time.perf_counter(), answers.wait(1)[-1].end)
+    host.delete_sandboxes(fork)
+    host.delete_snapshot(snapshot)
+    return snapshot.pause_ms + (end - start) * 1000
 
 
 async def _read_hostnames(host: KvmXfs, sandboxes: list[Sandbox]) -> list[str]:

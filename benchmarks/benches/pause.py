@@ -153,7 +153,7 @@ def _report(result: Result, captures: _Captures, waits: _Waits) -> None:
     pauses = [snapshot.pause_ms for snapshot in captures.snapshots]
     result.add_measure("floor", "floor: the same commands over bare QMP, no page copied", samples=captures.floor_ms)
     result.add_measure(
-        "pause", "source pause, measured by the host", samples=pauses, floor="floor", target=Target("p50", 10)
+        "pause", "source pause, measured by the host", samples=pauses, floor="floor", target=Target("ratio", 1.15)
     )
     phases = [snapshot.host["phases_ms"] for snapshot in captures.snapshots]
     result.add_parts(
@@ -168,7 +168,10 @@ def _report(result: Result, captures: _Captures, waits: _Waits) -> None:
         "changed", "floor: memory changed since the previous capture", "bytes", samples=captures.changed_bytes
     )
     written_bytes = [snapshot.memory_bytes_written for snapshot in captures.snapshots]
-    result.add_measure("written", "memory written for a capture", "bytes", samples=written_bytes, floor="changed")
+    result.add_measure(
+        "written", "memory written for a capture", "bytes", samples=written_bytes, floor="changed",
+        target=Target("ratio", 1.1),
+    )  # fmt: skip
     disk_bytes = [snapshot.disk_bytes_unique for snapshot in captures.snapshots]
     result.add_measure("disk", "disk blocks that only the capture uses", "bytes", samples=disk_bytes)
     result.settings["memory_mode"] = sorted({snapshot.memory.value for snapshot in captures.snapshots})

@@ -164,7 +164,11 @@ def _report(result: Result, samples: dict[str, list[float]]) -> None:
     add_parts("template")
     result.add_measure("again", "a command in a sandbox that has run one before", samples=samples["again"])
     result.add_measure(
-        "first", "the first command in a claimed fork of a template", samples=samples["first"], floor="again"
+        "first",
+        "the first command in a claimed fork of a template",
+        samples=samples["first"],
+        floor="again",
+        target=Target("ratio", 1.3),
     )
     result.add_measure("floor_cont", "floor: QEMU's answer to cont; no gateway", samples=samples["floor_cont"])
     result.add_measure("floor", "floor: cont, until the guest's agent has answered", samples=samples["floor"])
@@ -174,7 +178,7 @@ def _report(result: Result, samples: dict[str, list[float]]) -> None:
     )  # fmt: skip
     result.add_measure(
         "identified", "claim of a snapshot's fork, until the agent answered", samples=samples["snapshot.identified"],
-        floor="floor",
+        floor="floor", target=Target("ratio", 1.15),
     )  # fmt: skip
     result.add_measure(
         "snapshot", "claim of a snapshot's fork, until the engine returned", samples=samples["snapshot"], floor="floor"
