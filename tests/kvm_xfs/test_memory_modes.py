@@ -106,6 +106,11 @@ def capture_source(runner: EngineRunner) -> Snapshot:
     return runner.do(runner.engine.snapshots.create("source"))
 
 
+def skip_without_soft_dirty_bits(runner: EngineRunner) -> None:
+    if runner.config.kvm_xfs.memory_mode == "soft_dirty" and not listing.has_soft_dirty_bits():
+        pytest.skip("this kernel does not support soft-dirty bits; test_soft_dirty.py tests them in a guest")
+
+
 def start_writer(runner: EngineRunner) -> None:
     runner.shell("source", f"cat >/root/writer.py <<'END'\n{WRITER_PROGRAM}\nEND")
     runner.shell(
@@ -133,8 +138,7 @@ def test_captured_image_equals_the_memory(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(capture, "MAX_SINGLE_STOP_BYTES", 1 << 40)
-    if expected_mode is MemoryMode.SOFT_DIRTY and not listing.has_soft_dirty_bits():
-        pytest.skip("this kernel does not support soft-dirty bits")
+    skip_without_soft_dirty_bits(runner)
     start_writer(runner)
     for number in range(CAPTURE_COUNT):
         runner.shell("source", f"sleep {random.random() / 5:.3f}")
@@ -146,9 +150,11 @@ def test_captured_image_equals_the_memory(
         runner.do(runner.engine.snapshots.delete(snapshot.id))
 
 
+@pytest.mark.parametrize("runner", ["written", "soft_dirty"], indirect=True)
 def test_image_of_a_live_capture_equals_the_memory(
     runner: EngineRunner, source: str, recorder: MemoryRecorder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    skip_without_soft_dirty_bits(runner)
     monkeypatch.setattr(capture, "MAX_SINGLE_STOP_BYTES", 256 << 10)
     start_writer(runner)
     stop_counts = []
@@ -162,7 +168,13 @@ def test_image_of_a_live_capture_equals_the_memory(
     assert max(stop_counts) >= 2
 
 
+@pytest.mark.parametrize(
+    "runner",
+    mark_slow_except(("written", "compare"), ("written", "soft_dirty", "compare", "incremental", "full")),
+    indirect=True,
+)
 def test_fork_has_the_memory_of_the_capture(runner: EngineRunner, source: str) -> None:
+    skip_without_soft_dirty_bits(runner)
     runner.shell("source", "head -c 20000000 /dev/urandom >/dev/shm/blob")
     for number in range(3):
         runner.shell(
@@ -317,7 +329,11 @@ def test_tracked_writes_are_ignored_after_an_interrupted_capture(
 
 
 def test_capture_without_a_tracker_uses_the_next_best_mode(
-    runner: EngineRunner, source: str, recorder: MemoryRecorder, monkeypatch: pytest.MonkeyPatch
+    runner: EngineRunner,
+    source: str,
+    recorder: MemoryRecorder,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     def fail(*_: object) -> None:
         raise OSError(1, "the page tracker failed: Operation not permitted")
@@ -327,4 +343,5 @@ def test_capture_without_a_tracker_uses_the_next_best_mode(
     snapshot = capture_source(runner)
     assert snapshot.memory in (MemoryMode.SOFT_DIRTY, MemoryMode.COMPARE)
     assert "not permitted" in snapshot.host["degraded"]
+    assert caplog.text.count("captures do not use the best memory mode") == 1
     assert recorder.find_differing_pages(get_memory_image_path(runner, snapshot)) == []
