@@ -1,7 +1,7 @@
 """Measure what a pool of blank QEMU processes would gain: processes that wait before they create their machine.
 
 QEMU's option -preconfig makes it wait for commands that name the memory and the disk. So a process that was started in
-advance could become a fork of any snapshot. The gateway has no such pool; this bench shows whether one would pay.
+advance could become a fork of any snapshot. The gateway has no such pool; this bench shows whether a pool would pay.
 """
 
 from __future__ import annotations

@@ -66,7 +66,7 @@ def _time_command(host: KvmXfs, sandbox: Sandbox) -> float:
 
 
 class _Usage(NamedTuple):
-    """What a QEMU process has used since its start: CPU time of all its threads, and translated blocks."""
+    """The CPU time of all threads of a QEMU process since its start, and the blocks that it has translated."""
 
     cpu_ms: float
     blocks: int
