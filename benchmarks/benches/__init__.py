@@ -9,6 +9,7 @@ from benchmarks.benches.clone import Clone
 from benchmarks.benches.connection import Connection
 from benchmarks.benches.crowd import Crowd
 from benchmarks.benches.dirty import Dirty
+from benchmarks.benches.fleet import Fleet
 from benchmarks.benches.fork import Fork
 from benchmarks.benches.http import Http
 from benchmarks.benches.idle import Idle
@@ -45,6 +46,7 @@ BENCHES: tuple[Bench, ...] = (
     Idle(),
     Http(),
     Cli(),
+    Fleet(),
     Memory(),
     Scale(),
     Sdk(),

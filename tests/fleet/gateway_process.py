@@ -1,7 +1,7 @@
 """Run one gateway of a fleet, with an in-memory host, as a process of its own.
 
-Usage: python -m tests.fleet.gateway_process ROOT SECTION FORK_SECONDS, where SECTION is [fleet] as JSON. It prints its
-TCP port when it is ready.
+Usage: python -m tests.fleet.gateway_process ROOT SECTION FORK_SECONDS, where SECTION is [fleet] as JSON, or null. It
+prints its TCP port when it is ready.
 """
 
 from __future__ import annotations
