@@ -226,3 +226,26 @@ def test_a_host_is_cordoned(world: World) -> None:
     two.start()
     world.wait_for_members([one, two])
     assert _find_host(one, "h2")["cordoned"], "a restart does not end it"
+
+
+def test_records_are_renewed_less_often_in_a_large_fleet(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(membership, "_RENEW_SECONDS", 0.02)
+    monkeypatch.setattr(membership, "_MAX_RECORD_AGE_SECONDS", 0.0)
+    monkeypatch.setattr(membership, "_RECORD_AGE_SECONDS_PER_MEMBER", 0.0)
+    written_keys: list[str] = []
+    put = Store.put
+
+    async def count(store: Store, key: str, value: bytes, lease: int = 0) -> None:
+        written_keys.append(key)
+        await put(store, key, value, lease)
+
+    monkeypatch.setattr(Store, "put", count)
+    world.start("h1")
+    start = len(written_keys)
+    wait_until(lambda: len(written_keys) > start + 10)
+    # As with one member in a fleet in which the whole time for all members is long.
+    monkeypatch.setattr(membership, "_RECORD_AGE_SECONDS_PER_MEMBER", 1000.0)
+    time.sleep(0.5)
+    end = len(written_keys)
+    time.sleep(0.5)
+    assert len(written_keys) == end and {*written_keys} == {"/grove.sandbox/members/h1"}

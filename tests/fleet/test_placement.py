@@ -7,17 +7,20 @@ import contextlib
 import hashlib
 import time
 from collections import Counter
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, get_args
 
 import httpx
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from sandbox_gateway.api.fleet.placing import Placer
 from sandbox_gateway.errors import Conflict, NoSpace
-from sandbox_gateway.fleet.placement import Candidate, Wishes, place
+from sandbox_gateway.fleet.placement import Candidate, Strategy, Wishes, place
 from sandbox_gateway.fleet.records import HostRecord, Load, MemberRecord
 from sandbox_gateway.fleet.store import Store
 from tests.api.memory_gateway import ADMIN_KEY, MemoryGateway
@@ -61,6 +64,51 @@ def test_shares(count: int, wishes: Wishes, shares: dict[str, int]) -> None:
         _GONE,
     ]
     assert place(count, candidates, wishes, "b") == shares
+
+
+@given(
+    st.lists(st.tuples(st.integers(0, 6), st.integers(0, 4)), min_size=1, max_size=6),
+    st.integers(1, 20),
+    st.sampled_from(get_args(Strategy)),
+    st.booleans(),
+)
+def test_each_sandbox_gets_the_best_host_that_has_room(
+    sizes: list[tuple[int, int]], count: int, strategy: Strategy, anti_affinity: bool
+) -> None:
+    candidates = [_candidate(f"h{number}", room, reserved=used) for number, (room, used) in enumerate(sizes)]
+    rooms = {each.name: min(each.count_room(), 1 if anti_affinity else count) for each in candidates}
+    free = {each.name: each.free_memory for each in candidates}
+    shares: dict[str, int] = {}
+    for _ in range(min(count, sum(rooms.values()))):
+        keys: dict[Strategy, Callable[[str], Any]] = {
+            "local": lambda name: (name != "h1", -free[name], name),
+            "spread": lambda name: (shares.get(name, 0), -free[name], name),
+            "pack": lambda name: (free[name], name),
+        }
+        best = min((name for name in rooms if shares.get(name, 0) < rooms[name]), key=keys[strategy])
+        shares[best] = shares.get(best, 0) + 1
+    wishes = Wishes(strategy=strategy, anti_affinity=anti_affinity)
+    if sum(shares.values()) < count:
+        with pytest.raises(NoSpace):
+            place(count, candidates, wishes, "h1")
+    else:
+        assert [*place(count, candidates, wishes, "h1").items()] == [*shares.items()]
+
+
+@pytest.mark.parametrize("strategy", get_args(Strategy))
+def test_many_sandboxes_on_many_hosts_are_placed_quickly(strategy: Strategy) -> None:
+    """Placing 1,000 sandboxes on 1,000 hosts takes only a few times as long as placing one."""
+    candidates = [_candidate(f"h{number}", 100 + number % 7) for number in range(1000)]
+
+    def measure(count: int) -> float:
+        times = []
+        for _ in range(5):
+            start = time.process_time()
+            place(count, candidates, Wishes(strategy=strategy), "h1")
+            times.append(time.process_time() - start)
+        return min(times)
+
+    assert measure(1000) < 12 * measure(1)
 
 
 @pytest.mark.parametrize(
@@ -245,7 +293,7 @@ async def test_the_next_host_is_the_one_that_the_idempotency_key_prefers() -> No
     async def send(message: Any) -> None:
         sent.append(message)
 
-    await placer._run_on_one({"count": 2}, candidates, Wishes(), b"", scope, None, send)  # type: ignore[arg-type]
+    await placer._run_on_one("c", 2, candidates, Wishes(), b"", scope, None, send)  # type: ignore[arg-type]
     # The sandboxes would be on a and b, where the key does not hold.
     assert tried == ["c"] and sent[0]["status"] == 507
 

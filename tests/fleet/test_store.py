@@ -176,3 +176,8 @@ async def test_the_store_uses_mutual_tls(tmp_path: Path, authority: Authority) -
             with pytest.raises(StoreUnavailable, match=message):
                 await store.put("/names/2", b"x")
             store.close()
+
+
+def test_gateways_distribute_their_watches_over_the_members_of_etcd() -> None:
+    endpoints = [f"http://127.0.0.1:{number}" for number in (1, 2, 3)]
+    assert {Store(endpoints)._preferred for _ in range(100)} == {0, 1, 2}

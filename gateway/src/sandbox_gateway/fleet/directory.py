@@ -314,18 +314,16 @@ class Directory:
             log.warning("the names of an operation could not be claimed again", reason=error.message)
 
     def _compare(self, entries: list[Entry]) -> None:
-        """Compare all objects with the keys that etcd has."""
+        """Compare all objects of this host with their keys in etcd."""
         claims = {ref: each for ref, each in self._published.items() if self._claimed_ids[each.owner]}
         self._published.clear()
         self._refs.clear()
         for entry in entries:
-            if entry.key.startswith(self._keys.objects):
-                ref, _, host = entry.key.removeprefix(self._keys.objects).rpartition("/")
-                if host == self._membership.name:
-                    # A value that cannot be read gets an owner that does not exist, so that it is replaced or deleted.
-                    record = ObjectRecord.try_parse(entry.value)
-                    owner = record.id if record else f"unreadable {ref}"
-                    self._set_published(ref, _Published(owner, entry.value, is_claim=entry.lease != 0))
+            ref = entry.key.removeprefix(self._keys.objects).rpartition("/")[0]
+            # A value that cannot be read gets an owner that does not exist, so that it is replaced or deleted.
+            record = ObjectRecord.try_parse(entry.value)
+            owner = record.id if record else f"unreadable {ref}"
+            self._set_published(ref, _Published(owner, entry.value, is_claim=entry.lease != 0))
         for ref, published in claims.items():
             self._set_published(ref, published)
         index = self._engine.index

@@ -31,7 +31,7 @@ class Fleet:
         self._background = BackgroundTasks(log)
         self._store = Store(settings.etcd, TlsFiles(settings.tls_ca, settings.tls_cert, settings.tls_key))
         keys = Keys(settings.prefix)
-        self.view = View(self._store, keys)
+        self.view = View(self._store, keys, settings.name)
         self.membership = Membership(settings, engine, self._store, keys, self.view)
         self.directory = Directory(engine, self._store, keys, self.view, self.membership)
         self.holds = Holds(self._store, keys)

@@ -26,6 +26,8 @@ LEASE_SECONDS = 6
 _RENEW_SECONDS = 2.0
 _MAX_RECORD_AGE_SECONDS = 10.0
 """The record is renewed at least this often, so that every watch has something to read."""
+_RECORD_AGE_SECONDS_PER_MEMBER = 0.5
+"""In a large fleet, the record is renewed less often: each renewal costs etcd some work for each watch."""
 _SIGNIFICANT_SHARE = 0.05
 """A change of a free size by this share of the total size is worth a new record."""
 
@@ -212,7 +214,8 @@ class Membership:
         record = await self._describe()
         assert self._record is not None
         age = time.monotonic() - self._written_at
-        if age >= _MAX_RECORD_AGE_SECONDS or _differs(record.load, self._record.load):
+        max_age = max(_MAX_RECORD_AGE_SECONDS, _RECORD_AGE_SECONDS_PER_MEMBER * len(self._view.members))
+        if age >= max_age or _differs(record.load, self._record.load):
             await self._store.put(self._keys.member(self.name), record.dump(), self.lease)
             self._record, self._written_at = record, time.monotonic()
 

@@ -6,6 +6,7 @@ and refuses (507) what does not fit; then the next host is tried.
 
 from __future__ import annotations
 
+import heapq
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
@@ -74,15 +75,24 @@ def place(count: int, candidates: Sequence[Candidate], wishes: Wishes, local: st
         )
     free = {candidate.name: candidate.free_memory for candidate in suitable}
     shares: dict[str, int] = {}
-    for _ in range(count):
-        open_names = [name for name, room in rooms.items() if shares.get(name, 0) < room]
+
+    def rank(name: str) -> tuple[int, int, str]:
         if wishes.strategy == "spread":
-            best = min(open_names, key=lambda name: (shares.get(name, 0), -free[name], name))
-        elif wishes.strategy == "pack":
-            best = min(open_names, key=lambda name: (free[name], name))
-        else:
-            best = min(open_names, key=lambda name: (name != local, -free[name], name))
+            return shares.get(name, 0), -free[name], name
+        if wishes.strategy == "pack":
+            return 0, free[name], name
+        return int(name != local), -free[name], name
+
+    # There can be a thousand hosts, and a thousand sandboxes.
+    queue = [rank(name) for name, room in rooms.items() if room]
+    heapq.heapify(queue)
+    for _ in range(count):
+        *_, best = queue[0]
         shares[best] = shares.get(best, 0) + 1
+        if shares[best] < rooms[best]:
+            heapq.heapreplace(queue, rank(best))
+        else:
+            heapq.heappop(queue)
     return shares
 
 

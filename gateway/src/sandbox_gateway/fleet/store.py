@@ -15,6 +15,7 @@ import base64
 import contextlib
 import json
 import logging
+import secrets
 import threading
 import time
 from collections.abc import AsyncGenerator, Callable, Iterator, Mapping, Sequence
@@ -36,9 +37,10 @@ _REQUEST_SECONDS = 2.0
 _TOTAL_SECONDS = 4.0
 """No further endpoint is asked after this time."""
 _WATCH_SILENCE_SECONDS = 30.0
-"""A watch without any event for this time is broken: each member renews its record more often."""
+"""A watch without any event for this time is broken: the records of members are renewed more often."""
 _MAX_CONCURRENT_REQUESTS = 8
-_PAGE_KEYS = 5000
+_PAGE_KEYS = 2000
+"""Reading a page must not keep the event loop busy for long."""
 MAX_TRANSACTION_OPERATIONS = 128
 """The default of etcd's option `--max-txn-ops`. It applies to comparisons and to operations separately."""
 
@@ -146,8 +148,8 @@ class Store:
         self._lease_threads = ThreadPoolExecutor(1, thread_name_prefix="etcd-lease")
         """A membership must not end because many other requests wait."""
         self._local = threading.local()
-        self._preferred = 0
-        """The endpoint that answered last."""
+        self._preferred = secrets.randbelow(len(endpoints))
+        """The endpoint that answered last. The gateways begin with different ones, to distribute their watches."""
         self._away_since: float | None = None
 
     @property
@@ -182,14 +184,23 @@ class Store:
     async def load(self, prefix: str) -> tuple[list[Entry], int]:
         """Return all keys with this prefix, as they were at one revision, and that revision."""
         entries: list[Entry] = []
+        revision = 0
+        async for page, page_revision in self.load_pages(prefix):
+            entries += page
+            revision = page_revision
+        return entries, revision
+
+    async def load_pages(self, prefix: str) -> AsyncGenerator[tuple[list[Entry], int]]:
+        """Yield all keys with this prefix, as they were at one revision, in pages, and that revision with each page."""
         revision, start, end = 0, _encode(prefix), _encode(_find_end(prefix))
         while True:
             request = {"key": start, "range_end": end, "limit": _PAGE_KEYS, "revision": revision}
             data = await self._request("/kv/range", request)
             revision = revision or int(data["header"]["revision"])
-            entries += _read_entries(data)
+            entries = _read_entries(data)
+            yield entries, revision
             if not data.get("more"):
-                return entries, revision
+                return
             start = _encode(entries[-1].key + "\0")
 
     async def grant_lease(self, seconds: int) -> int:
@@ -270,8 +281,8 @@ class Store:
     async def watch(self, prefix: str, after: int) -> AsyncGenerator[list[Change], None]:
         """Yield the changes of keys with this prefix, from the first one after the revision ``after``.
 
-        Raises StoreUnavailable if the stream ends, or if nothing has changed for 30 seconds. Each member renews its
-        record more often than that.
+        Raises StoreUnavailable if the stream ends, or if nothing has changed for 30 seconds. The records of members are
+        renewed more often than that.
         """
         queue: asyncio.Queue[list[Change] | StoreUnavailable] = asyncio.Queue()
         loop = asyncio.get_running_loop()

@@ -17,6 +17,8 @@ from sandbox_gateway.fleet.store import Change, Entry, Store, StoreRefused, Stor
 from sandbox_gateway.log import Logger
 
 _RETRY_SECONDS = 1.0
+_SLICE_ENTRIES = 500
+"""A view may have hundreds of thousands of entries. After so many, other work of the gateway has its turn."""
 _Key = TypeVar("_Key")
 _Value = TypeVar("_Value")
 
@@ -24,9 +26,11 @@ log = Logger("fleet")
 
 
 class View:
-    def __init__(self, store: Store, keys: Keys) -> None:
+    def __init__(self, store: Store, keys: Keys, host: str) -> None:
+        """``host``: the name of this host."""
         self._store = store
         self._keys = keys
+        self._host = host
         self.hosts: dict[str, HostRecord] = {}
         """The hosts that have ever joined, by name."""
         self.members: dict[str, MemberRecord] = {}
@@ -38,21 +42,20 @@ class View:
         self.loaded = asyncio.Event()
         """Set when the view has been read for the first time."""
         self.load_listeners: list[Callable[[list[Entry]], None]] = []
-        """Called with all entries whenever the view has been read again as a whole."""
+        """Called with the entries of this host's objects whenever the view has been read again as a whole."""
         self.member_listeners: list[Callable[[str, bool], None]] = []
         """Called with the name of a member, and whether it has come or gone."""
         self.object_listeners: list[Callable[[str], None]] = []
         """Called with a name or an id when another object gets it."""
         self._holders: dict[str, tuple[Holder, ...]] = {}
         """By name or id."""
-        self._shared_holders: dict[Holder, Holder] = {}
+        self._shared_holders: dict[Holder, tuple[Holder, ...]] = {}
 
     async def follow(self) -> None:
         """Read everything, and then follow all changes. Never returns."""
         while True:
             try:
-                entries, revision = await self._store.load(self._keys.prefix)
-                self._replace(entries)
+                revision = await self._load()
                 async with contextlib.aclosing(self._store.watch(self._keys.prefix, revision)) as batches:
                     async for changes in batches:
                         for change in changes:
@@ -91,20 +94,31 @@ class View:
 
     # -- changes ----------------------------------------------------------------------------------------------------
 
-    def _replace(self, entries: list[Entry]) -> None:
-        known_members = {**self.members}
-        self.hosts.clear()
-        self.members.clear()
-        self._holders.clear()
-        self.reserved_memory.clear()
-        for entry in entries:
-            self._apply(Change(entry.key, entry.value), notify=False)
+    async def _load(self) -> int:
+        """Read everything, and return its revision. Until then, the view stays as it was."""
+        loaded = View(self._store, self._keys, self._host)
+        loaded._shared_holders = self._shared_holders
+        own_entries: list[Entry] = []
+        revision = 0
+        async with contextlib.aclosing(self._store.load_pages(self._keys.prefix)) as pages:
+            async for page, page_revision in pages:
+                revision = page_revision
+                for start in range(0, len(page), _SLICE_ENTRIES):
+                    for entry in page[start : start + _SLICE_ENTRIES]:
+                        loaded._apply(Change(entry.key, entry.value), notify=False)
+                        if entry.key.startswith(self._keys.objects) and entry.key.endswith(f"/{self._host}"):
+                            own_entries.append(entry)
+                    await asyncio.sleep(0)
+        known_members = self.members
+        self.hosts, self.members, self.reserved_memory = loaded.hosts, loaded.members, loaded.reserved_memory
+        self._holders = loaded._holders
         for name in known_members.keys() ^ self.members.keys():
             self._notify(name, is_member=name in self.members)
         self.is_current = True
         for listener in self.load_listeners:
-            listener(entries)
+            listener(own_entries)
         self.loaded.set()
+        return revision
 
     def _apply(self, change: Change, *, notify: bool = True) -> None:
         """Apply a change. A value that cannot be read, from a newer release, counts as missing."""
@@ -130,9 +144,10 @@ class View:
         holders = tuple(holder for holder in self._holders.get(ref, ()) if holder.host != host)
         if record is not None:
             holder = Holder(host, record.kind, record.id == ref, record.content, record.created_at)
+            new_holders: tuple[Holder, ...] = (holder,)
             if not record.content:
-                holder = self._shared_holders.setdefault(holder, holder)
-            holders += (holder,)
+                new_holders = self._shared_holders.setdefault(holder, new_holders)
+            holders = holders + new_holders if holders else new_holders
         _set(self._holders, ref, holders or None)
 
     def _notify(self, name: str, *, is_member: bool) -> None:

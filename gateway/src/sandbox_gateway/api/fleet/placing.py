@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import json
 from collections.abc import Awaitable, Callable, Mapping, Sequence
@@ -49,7 +50,8 @@ class Placer:
         candidates = [self._create_candidate(holder.host) for holder in sorted(holders, key=lambda each: each.host)]
         shares = place(count, candidates, wishes, self._choose_local(scope, candidates))
         if len(shares) == 1:
-            await self._run_on_one(data, candidates, wishes, body, scope, receive, send)
+            (host,) = shares
+            await self._run_on_one(host, count, candidates, wishes, body, scope, receive, send)
             return
 
         if "idempotency-key" in Headers(scope=scope):
@@ -92,7 +94,8 @@ class Placer:
 
     async def _run_on_one(
         self,
-        data: Mapping[str, Any],
+        host: str,
+        count: int,
         candidates: list[Candidate],
         wishes: Wishes,
         body: bytes,
@@ -101,19 +104,16 @@ class Placer:
         send: Send,
     ) -> None:
         """Let one host create all sandboxes. If it has no room after all, try the next one."""
-        count = _count_sandboxes(data)
-        (host,) = place(count, candidates, wishes, self._choose_local(scope, candidates))
         while True:
-            candidates = [candidate for candidate in candidates if candidate.name != host]
-            next_host = self._find_next_host(count, candidates, wishes, scope)
-            attempt = _Attempt(send, is_last=not next_host)
+            others = [candidate for candidate in candidates if candidate.name != host]
+            attempt = _Attempt(send, functools.partial(self._find_next_host, count, others, wishes, scope))
             if host == self._fleet.name:
                 await self._app({**scope}, replay(body, receive), attempt.send)
             else:
                 await self._forwarder.forward(host, scope, receive, attempt.send, body)
-            if not attempt.has_no_room:
+            if not attempt.next_host:
                 return
-            host = next_host
+            host, candidates = attempt.next_host, others
 
     def _find_next_host(self, count: int, candidates: Sequence[Candidate], wishes: Wishes, scope: Scope) -> str:
         """Return the next host to try, or "" if no single one can take all sandboxes."""
@@ -147,15 +147,15 @@ class Placer:
 class _Attempt:
     """Passes a response on, unless it says that the host has no room and there is another host to try."""
 
-    def __init__(self, send: Send, *, is_last: bool) -> None:
+    def __init__(self, send: Send, find_next_host: Callable[[], str]) -> None:
         self._send = send
-        self._is_last = is_last
-        self.has_no_room = False
+        self._find_next_host = find_next_host
+        self.next_host = ""
 
     async def send(self, message: Message) -> None:
-        if message["type"] == "http.response.start":
-            self.has_no_room = message["status"] == NoSpace.status and not self._is_last
-        if not self.has_no_room:
+        if message["type"] == "http.response.start" and message["status"] == NoSpace.status:
+            self.next_host = self._find_next_host()
+        if not self.next_host:
             await self._send(message)
 
 
