@@ -1,4 +1,4 @@
-"""Run fleets of gateways, each in a process of its own, on a real etcd and with mutual TLS. Their hosts are in memory."""
+"""Run fleets of gateways on a real etcd, with mutual TLS. Each is a process of its own, and its host is in memory."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Plot the main results: pauses of captures, durations of forks, the gateway's memory and scale, and the rivals."""
+"""Plot the main results: captures, forks, the gateway's memory, the scale of gateways and fleets, and the rivals."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from benchmarks.measure import compute_percentile
 from benchmarks.report import format_amount
 from benchmarks.rivals.table import MACHINES, PLAYBOOKS
 
@@ -133,6 +134,39 @@ def _draw_scale(
     lower_plot.spines[["top", "right"]].set_visible(False)
 
 
+def _draw_fleet_scale(upper_plot: Axes, lower_plot: Axes, measures: dict[str, Any]) -> None:
+    """Draw the times against the number of hosts. Both axes of the upper plot are logarithmic."""
+    sizes = sorted(int(key.removeprefix("load_")) for key in measures if key.startswith("load_"))
+    upper_plot.set_title("A fleet of many hosts")
+    for key, percent, colour, label in (
+        ("floor_place", 50, _FLOOR_COLOUR, "floor of a placement: one transaction in etcd, median"),
+        ("place", 50, _MAIN_COLOUR, "a sandbox placed on another host, median"),
+        ("place", 99, _RETURNED_COLOUR, "the same, 99th percentile"),
+        ("load", 50, _SECOND_COLOUR, "a new member loads its view, median"),
+        ("stall", 50, _PART_COLOURS[3], "the longest time in which it does nothing else, median"),
+        ("cpu_per_placement", 50, _PART_COLOURS[6], "CPU time of etcd for a placement"),
+        ("cpu_per_second", 50, _PART_COLOURS[4], "CPU time of etcd, each second, while nothing changes"),
+    ):
+        values = [compute_percentile(measures[f"{key}_{size}"]["samples"], percent) for size in sizes]
+        # With few placements, what etcd does otherwise can outweigh them.
+        values = [max(value, 0.1) for value in values]
+        upper_plot.plot(
+            sizes, values, "o-", color=colour, linewidth=2, markersize=4, label=f"{label} ({values[-1]:.3g})"
+        )
+    upper_plot.set_xscale("log")
+    upper_plot.set_yscale("log")
+    upper_plot.set_xlabel("hosts")
+    upper_plot.set_ylabel("milliseconds")
+    _draw_frame(upper_plot)
+    memory = [measures[f"memory_{size}"]["p50"] / (1 << 20) for size in sizes]
+    lower_plot.plot(sizes, memory, "o-", color=_MAIN_COLOUR, linewidth=2, markersize=4)
+    lower_plot.set_title(f"Memory of the view, MiB (at the end {memory[-1]:.0f})", fontsize=9)
+    lower_plot.set_xscale("log")
+    lower_plot.set_ylim(0, 1.2 * max(*memory, 1))
+    lower_plot.grid(color=_GRID_COLOUR, linewidth=0.8)
+    lower_plot.spines[["top", "right"]].set_visible(False)
+
+
 def _draw_rivals(upper_plot: Axes, lower_plot: Axes, measures: dict[str, Any]) -> None:
     """Draw a bar for each operation of each rival, on a logarithmic axis."""
     upper_plot.set_title("Snapshot, fork and rollback with other tools: medians (number of samples)")
@@ -185,13 +219,14 @@ _RIVAL_COLOURS = {
     "hand_play": _FLOOR_COLOUR,
 }
 _WIDTHS_INCHES = {"rivals": 9.0}
-_BENCHES_WITH_LOWER_PLOT = {"pause", "fork", "scale", "jail_scale"}
+_BENCHES_WITH_LOWER_PLOT = {"pause", "fork", "scale", "jail_scale", "fleet_scale"}
 _PLOTTERS = {
     "pause": _draw_pause,
     "fork": _draw_fork,
     "memory": _draw_memory,
     "scale": _draw_scale,
     "jail_scale": partial(_draw_scale, title="The gateway of a jail host with many snapshots"),
+    "fleet_scale": _draw_fleet_scale,
     "rivals": _draw_rivals,
 }
 PLOTTED_BENCHES = frozenset(_PLOTTERS)
@@ -252,6 +287,12 @@ def _format_caption(document: dict[str, Any]) -> str:
         for name in ("scale", "jail_scale")
         if (scale := document["benches"].get(name))
     ]
+    if fleet := document["benches"].get("fleet_scale"):
+        settings = fleet["settings"]
+        counts.append(
+            f"{settings['sandboxes_per_host']} sandboxes on each host, {settings['placements']} placements, "
+            f"{settings['starts']} starts"
+        )
     counts += [
         f"{len(document['benches'][name]['measures'][key]['samples'])} {noun}"
         for name, key, noun in (

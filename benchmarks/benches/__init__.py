@@ -10,6 +10,7 @@ from benchmarks.benches.connection import Connection
 from benchmarks.benches.crowd import Crowd
 from benchmarks.benches.dirty import Dirty
 from benchmarks.benches.fleet import Fleet
+from benchmarks.benches.fleet_scale import FleetScale
 from benchmarks.benches.fork import Fork
 from benchmarks.benches.http import Http
 from benchmarks.benches.idle import Idle
@@ -47,6 +48,7 @@ BENCHES: tuple[Bench, ...] = (
     Http(),
     Cli(),
     Fleet(),
+    FleetScale(),
     Memory(),
     Scale(),
     Sdk(),
