@@ -49,6 +49,14 @@ def hosts(world: World) -> list[FleetHost]:
     return hosts
 
 
+def test_sandboxes_of_the_same_second_keep_the_order_of_their_host(hosts: list[FleetHost]) -> None:
+    """The lists for forkd contain times in whole seconds."""
+    body = {"snapshot_tag": "base", "n": 12, "placement": {"host": "h2"}}
+    ids = [each["id"] for each in hosts[0].post("/v1/sandboxes", body)]
+    for host in hosts:
+        assert [each["id"] for each in host.get("/v1/sandboxes")] == ids
+
+
 def test_lists_of_all_hosts_are_merged_with_stable_pages(hosts: list[FleetHost]) -> None:
     names = _fill(hosts, 14)
     for host in hosts:

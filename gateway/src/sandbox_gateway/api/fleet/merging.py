@@ -75,6 +75,8 @@ async def merge_lists(
                 "try again later"
             )
         missing = set()
+    # The order must not depend on which gateway merges the lists.
+    answers.sort(key=lambda answer: answer.host)
     lists = [_List(json.loads(answer.body), NEXT_TOKEN_HEADER in answer.headers) for answer in answers]
     response_headers = {MISSING_HEADER: ",".join(sorted(missing))} if missing else {}
     if not route.time:
@@ -97,14 +99,12 @@ async def _ask(fleet: Fleet, host: str, target: bytes, headers: RawHeaders) -> A
 
 def _merge_pages(route: Merged, lists: list[_List], query: dict[str, list[str]]) -> tuple[list[dict[str, Any]], str]:
     """Return the page, and the token of the next page, or "" if there is none."""
-    order = query.get("order", ["asc"])[-1]
-    entries = sorted(
-        (entry for each in lists for entry in each.entries),
-        key=lambda entry: _get_key(route, entry),
-        reverse=order == "desc",
-    )
+    all_entries = [entry for each in lists for entry in each.entries]
     if not route.is_paged:
-        return entries, ""
+        # Some of these times are whole seconds. The entries of a host keep their order.
+        return sorted(all_entries, key=lambda entry: _get_key(route, entry)[0]), ""
+    order = query.get("order", ["asc"])[-1]
+    entries = sorted(all_entries, key=lambda entry: _get_key(route, entry), reverse=order == "desc")
     limit = int(query.get("limit", [str(_DEFAULT_LIMIT.get(route.id, 100))])[-1])
     if len(entries) <= limit and not any(each.has_more for each in lists):
         return entries, ""
