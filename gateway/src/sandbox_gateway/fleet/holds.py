@@ -22,6 +22,8 @@ _DECISION_SECONDS = 86_400
 """How long etcd keeps a decision. A host that is cut off waits with its share for at most this time."""
 _HOLD_SECONDS = 120.0
 """How long a share waits before its host decides."""
+_ARRIVAL_SECONDS = 2.0
+"""How long a question about a share waits for the share. The two are sent at the same time."""
 _RETRY_SECONDS = 1.0
 _COMMIT, _ABORT = b"commit", b"abort"
 
@@ -30,6 +32,7 @@ log = Logger("fleet")
 
 class _Hold:
     def __init__(self) -> None:
+        self.has_arrived = asyncio.Event()
         self.is_ready = asyncio.Event()
         """Set when the share runs, or has failed."""
         self.has_failed = False
@@ -47,6 +50,7 @@ class Holds:
     async def run(self, id: str, work: Callable[[Callable[[], Awaitable[None]]], Awaitable[None]]) -> None:
         """Carry out a share. ``work`` gets the gate that it awaits before its commit."""
         hold = self._holds.setdefault(id, _Hold())
+        hold.has_arrived.set()
 
         async def gate() -> None:
             hold.is_ready.set()
@@ -66,18 +70,26 @@ class Holds:
             self._holds.pop(id, None)
 
     async def wait_until_ready(self, id: str) -> None:
-        """Wait until a share runs. Raises NotFound if it has failed, or has not arrived yet."""
-        hold = self._holds.get(id)
-        if hold is not None:
-            await hold.is_ready.wait()
-        if hold is None or hold.has_failed:
+        """Wait until a share runs. Raises NotFound if it has failed, or does not arrive soon."""
+        hold = self._holds.setdefault(id, _Hold())
+        try:
+            async with asyncio.timeout(_ARRIVAL_SECONDS):
+                await hold.has_arrived.wait()
+        except TimeoutError:
+            raise NotFound("share", id) from None
+        finally:
+            if not hold.has_arrived.is_set() and self._holds.get(id) is hold:
+                del self._holds[id]
+        await hold.is_ready.wait()
+        if hold.has_failed:
             raise NotFound("share", id)
 
     def release(self, id: str) -> None:
         """Let a share be committed. Raises NotFound if it has ended."""
-        if id not in self._holds:
+        hold = self._holds.get(id)
+        if hold is None or not hold.has_arrived.is_set():
             raise NotFound("share", id)
-        self._holds[id].is_released.set()
+        hold.is_released.set()
 
     async def _learn_decision(self, id: str) -> bytes:
         """Return the decision; abort the fork if there is none yet. Waits until etcd answers."""
