@@ -1,6 +1,6 @@
 """Run one gateway of a fleet, with an in-memory host, as a process of its own.
 
-Usage: python -m tests.fleet.gateway_process ROOT SECTION FORK_SECONDS, where SECTION is [fleet] as JSON, or null. It
+Usage: python -m tests.fleet.gateway_process ROOT SECTIONS FORK_SECONDS, where SECTIONS is a configuration as JSON. It
 prints its TCP port when it is ready.
 """
 
@@ -16,9 +16,9 @@ from tests.api.memory_host import MemoryHost
 
 
 def main() -> None:
-    root, section, fork_seconds = sys.argv[1:]
+    root, sections, fork_seconds = sys.argv[1:]
     host = MemoryHost()
-    gateway = MemoryGateway(Path(root), host, fleet=json.loads(section))
+    gateway = MemoryGateway(Path(root), host, **json.loads(sections))
     gateway.build_template()
     host.fork_seconds = float(fork_seconds)
     print(gateway.port, flush=True)

@@ -199,12 +199,14 @@ def created_world(root: Path, etcd: Etcd, authority: Authority) -> Iterator[Worl
 
 @contextlib.contextmanager
 def running_process(
-    world: World, name: str, fork_seconds: float = 0, *, in_fleet: bool = True
+    world: World, name: str, fork_seconds: float = 0, *, in_fleet: bool = True, **sections: dict[str, Any]
 ) -> Iterator[tuple[subprocess.Popen[str], int]]:
     """Run a gateway in a process of its own, and kill it at the end. Yields the process and its port."""
     host = world.create_host(name)
     argv = [sys.executable, "-m", "tests.fleet.gateway_process", str(world.root / name)]
-    argv += [json.dumps(host.create_section() if in_fleet else None), str(fork_seconds)]
+    if in_fleet:
+        sections["fleet"] = host.create_section()
+    argv += [json.dumps(sections), str(fork_seconds)]
     with subprocess.Popen(argv, stdout=subprocess.PIPE, text=True) as process:
         try:
             assert process.stdout

@@ -21,7 +21,8 @@ import pytest
 from requirements import sbom
 from tests.sdk import client_sets
 from tests.sdk.client_sets import SETS
-from tests.sdk.conftest import HERE, Server
+from tests.sdk.conftest import HERE
+from tests.sdk.servers import Server
 from tests.support import packages, session
 from tests.support.session import REPOSITORY
 
@@ -34,9 +35,9 @@ def test_core_tests_pass(server: Server, name: str, tmp_path: Path) -> None:
     files = [f"tests/sdk/{file}.py" for file in client_sets.CLIENT_BY_FILE]
     options = ["-m", "core", "-k", server.kind, "-q", "--tb=short", f"--junitxml={tmp_path}/report.xml"]
     environment = client_sets.make_environment(name, server.kind, server.port, server.template)
-    result = _run([sys.executable, "-m", "pytest", *files, *options], REPOSITORY, environment)
+    result = run_process([sys.executable, "-m", "pytest", *files, *options], REPOSITORY, environment)
     assert result.returncode == 0, result.stdout[-20000:] + result.stderr[-3000:]
-    passed, skipped = _count_results(tmp_path / "report.xml")
+    passed, skipped = count_results(tmp_path / "report.xml")
     for client, release in client_sets.read_releases(name).items():
         print(f"{name}: {client} {release} on {server.kind}: {passed[client]} passed, {len(skipped[client])} skipped")
         for reason in skipped[client]:
@@ -44,7 +45,7 @@ def test_core_tests_pass(server: Server, name: str, tmp_path: Path) -> None:
         assert passed[client]
 
 
-def _count_results(report: Path) -> tuple[Counter[str], dict[str, list[str]]]:
+def count_results(report: Path) -> tuple[Counter[str], dict[str, list[str]]]:
     """Return the number of passed tests of each client, and the reasons of the skipped ones."""
     passed: Counter[str] = Counter()
     skipped: dict[str, list[str]] = {client: [] for client in client_sets.CLIENTS}
@@ -73,9 +74,9 @@ def test_the_npm_client_passes_its_core_tests(server: Server, tmp_path: Path) ->
         "npm_config_cache": str(session.get_cache_dir() / "npm"),
     }
     npm = ["node", str(node_directory / "lib" / "node_modules" / "npm" / "bin" / "npm-cli.js")]
-    installation = _run([*npm, "ci", "--ignore-scripts", "--no-audit", "--no-fund"], tmp_path, environment)
+    installation = run_process([*npm, "ci", "--ignore-scripts", "--no-audit", "--no-fund"], tmp_path, environment)
     assert installation.returncode == 0, installation.stdout + installation.stderr
-    result = _run(["node", "--test", "--test-reporter=tap", "core.test.mjs"], tmp_path, environment)
+    result = run_process(["node", "--test", "--test-reporter=tap", "core.test.mjs"], tmp_path, environment)
     assert result.returncode == 0, result.stdout + result.stderr
     counts = dict(re.findall(r"^# (pass|fail|skipped) (\d+)$", result.stdout, re.MULTILINE))
     release = json.loads((_NPM_DIRECTORY / "package.json").read_text())["dependencies"]["e2b"]
@@ -85,7 +86,7 @@ def test_the_npm_client_passes_its_core_tests(server: Server, tmp_path: Path) ->
     assert int(counts["pass"]) and counts["fail"] == counts["skipped"] == "0"
 
 
-def _run(argv: list[str], directory: Path, environment: dict[str, str]) -> subprocess.CompletedProcess[str]:
+def run_process(argv: list[str], directory: Path, environment: dict[str, str]) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         argv,
         cwd=directory,

@@ -13,8 +13,9 @@ import pytest
 from cubesandbox import NEVER_TIMEOUT, Config, Sandbox, Template, Volume
 from cubesandbox._exceptions import AuthenticationError
 
-from tests.sdk.conftest import HTTP, Server
+from tests.sdk.conftest import HTTP
 from tests.sdk.coverage import covers
+from tests.sdk.servers import Server
 from tests.sdk.test_e2b import HOST_SERVER_PROGRAM, fetch_host, wait_until
 from tests.support import waiting
 from tests.support.images import make_small_debian_layer, write_layout

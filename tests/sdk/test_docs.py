@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.sdk.conftest import Server
+from tests.sdk.servers import Server
 from tests.support import forkd_command, session
 from tests.support.session import REPOSITORY
 

@@ -16,8 +16,9 @@ import pytest
 from e2b import AsyncSandbox, Sandbox, SandboxQuery, SandboxState
 
 from tests.sdk import client_sets
-from tests.sdk.conftest import HTTP, Server
+from tests.sdk.conftest import HTTP
 from tests.sdk.coverage import covers
+from tests.sdk.servers import Server
 from tests.support import waiting
 from tests.support.images import (
     PASSWORD,

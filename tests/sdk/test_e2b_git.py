@@ -11,8 +11,8 @@ import pytest
 from e2b import Sandbox
 
 from tests.sdk import test_e2b
-from tests.sdk.conftest import Server
 from tests.sdk.coverage import covers
+from tests.sdk.servers import Server
 
 client_environment = test_e2b.client_environment
 create_sandbox = test_e2b.create_sandbox

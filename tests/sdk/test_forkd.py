@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 from forkd import CommandResult, Controller, ControllerError, Sandbox
 
-from tests.sdk.conftest import Server
 from tests.sdk.coverage import covers
+from tests.sdk.servers import Server
 from tests.support import forkd_command, session
 
 SpawnFunction = Callable[..., list[str]]

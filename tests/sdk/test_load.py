@@ -20,7 +20,7 @@ import cubesandbox
 import e2b_code_interpreter
 import pytest
 
-from tests.sdk.conftest import Server
+from tests.sdk.servers import Server
 from tests.sdk.test_cubesandbox import client_environment as cubesandbox_environment
 from tests.sdk.test_e2b import client_environment as e2b_environment
 from tests.sdk.test_e2b import wait_until
