@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import re
+import subprocess
+import sys
 import threading
 import time
 from pathlib import Path
@@ -18,6 +21,7 @@ from sandbox_gateway.server import serving
 from tests.api.memory_gateway import MemoryGateway
 from tests.fleet.world import FleetHost, World
 from tests.support.etcd import running_etcd
+from tests.support.session import REPOSITORY
 from tests.support.waiting import wait_until
 
 
@@ -47,6 +51,30 @@ def test_members_see_each_other_with_their_platform_and_load(world: World) -> No
     one.post("/sandboxes", {"templateID": "base"})
     wait_until(lambda: _find_host(two, "h1")["sandboxes"] == 1)
     assert two.get("/fleet")["state"] == "joined"
+
+
+def test_a_gateway_joins_only_when_it_has_been_imported(world: World) -> None:
+    """The import takes seconds on a busy machine. The lease that begins with the membership could end meanwhile."""
+    host = world.create_host("h1")
+    script = """
+import sys
+from sandbox_gateway.fleet.membership import Membership
+join = Membership.join
+async def report_and_join(membership):
+    print("imported" if "sandbox_gateway.api.app" in sys.modules else "not imported", flush=True)
+    await join(membership)
+Membership.join = report_and_join
+from tests.fleet import gateway_process
+gateway_process.main()
+"""
+    argv = [sys.executable, "-c", script, str(world.root / "h1"), json.dumps({"fleet": host.create_section()}), "0"]
+    with subprocess.Popen(argv, cwd=REPOSITORY, stdout=subprocess.PIPE, text=True) as process:
+        try:
+            assert process.stdout
+            assert process.stdout.readline() == "imported\n"
+            assert process.stdout.readline().strip().isdigit()
+        finally:
+            process.kill()
 
 
 def test_a_gateway_that_ends_leaves_at_once(world: World) -> None:

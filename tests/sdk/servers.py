@@ -87,8 +87,16 @@ def running_fleet(request: pytest.FixtureRequest, kind: str) -> Iterator[Server]
             front = replace(back, port=port)
             with httpx.Client(base_url=front.url, headers={"X-API-Key": KEY}, timeout=60) as client:
                 wait_until(lambda: client.get(f"/templates/{front.template}").status_code == 200)
+                # On a busy machine, a lease may end while a gateway starts.
+                wait_until(lambda: _list_states(client) == ["joined", "running", "running"])
                 yield front
                 assert count_forwarded_requests(client.get("/metrics").text)
+
+
+def _list_states(client: httpx.Client) -> list[str]:
+    """Return the state of a gateway, followed by those of all hosts of its fleet."""
+    fleet = client.get("/fleet").json()
+    return [fleet["state"], *(host["state"] for host in fleet["hosts"])]
 
 
 def count_forwarded_requests(metrics: str) -> int:

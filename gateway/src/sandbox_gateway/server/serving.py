@@ -82,6 +82,8 @@ async def serve(config: Config, engine: Engine, stop_event: asyncio.Event) -> No
     """Open ``engine``, serve requests until ``stop_event`` is set, and close it. Raises GatewayError."""
     keys, address, tls = load_listener_settings(config.server)
     fleet = _create_fleet(config, engine)
+    # On a busy machine, this takes longer than the lease of a member of a fleet, which must be renewed meanwhile.
+    importlib.import_module("sandbox_gateway.api.app")
 
     async def open_all() -> None:
         await engine.open()
