@@ -155,7 +155,14 @@ def _draw_fleet_scale(upper_plot: Axes, lower_plot: Axes, measures: dict[str, An
         )
     upper_plot.set_xscale("log")
     upper_plot.set_yscale("log")
-    upper_plot.set_xlabel("hosts")
+    requests, transactions = (
+        measures[f"{key}_{sizes[-1]}"]["p50"] for key in ("requests_per_second", "transactions_per_placement")
+    )
+    upper_plot.set_xlabel(
+        f"hosts (with {sizes[-1]:,}, etcd gets {requests:.0f} requests each second, "
+        f"and {transactions:.1f} transactions for a placement)",
+        fontsize=8,
+    )
     upper_plot.set_ylabel("milliseconds")
     _draw_frame(upper_plot)
     memory = [measures[f"memory_{size}"]["p50"] / (1 << 20) for size in sizes]

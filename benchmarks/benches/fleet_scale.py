@@ -49,7 +49,7 @@ class FleetScale:
             "hosts": list(_QUICK_SIZES if ctx.quick else _SIZES),
             "sandboxes_per_host": ctx.choose(full=200, quick=20),
             "starts": ctx.choose(full=3, quick=1),
-            "placements": ctx.choose(full=150, quick=5),
+            "placements": ctx.choose(full=150, quick=10),
             "idle_seconds": ctx.choose(full=20, quick=2),
         }
         result = Result(self.name, self.title, settings, notes=[_NOTE])
