@@ -54,7 +54,9 @@ def running_gateways(world: World, names: Sequence[str], *, in_fleet: bool = Tru
     Members of a fleet know each other and all copies of the template.
     """
     with contextlib.ExitStack() as stack:
-        ports = [stack.enter_context(running_process(world, name, in_fleet=in_fleet))[1] for name in names]
+        ports = [
+            stack.enter_context(running_process(world, name, in_fleet=in_fleet, is_patient=True))[1] for name in names
+        ]
         clients = [Client(port) for port in ports]
         for client in clients:
             stack.callback(client.close)

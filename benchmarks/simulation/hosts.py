@@ -45,6 +45,7 @@ from sandbox_gateway.fleet.view import View
 from sandbox_gateway.hosts.base import Abilities, Room
 from sandbox_gateway.records import Sandbox, SandboxState, Snapshot, SnapshotKind
 from tests.api.memory_host import MemoryHost
+from tests.fleet.times import PATIENT_TIMES, set_times
 from tests.support import session
 
 TEMPLATE = "base"
@@ -200,6 +201,7 @@ async def _run(root: Path, section: Mapping[str, Any], sandbox_count: int) -> No
 
 def main() -> None:
     root, section, sandbox_count = sys.argv[1:]
+    set_times(PATIENT_TIMES)
     # Each simulated machine and host has sockets in this process.
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))

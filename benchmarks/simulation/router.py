@@ -23,6 +23,7 @@ from sandbox_gateway.fleet.directory import Directory
 from sandbox_gateway.fleet.view import View
 from sandbox_gateway.server import heap
 from tests.api.memory_gateway import MemoryGateway
+from tests.fleet.times import PATIENT_TIMES, set_times
 
 _BEAT_SECONDS = 0.002
 
@@ -50,6 +51,7 @@ def _read_memory_bytes() -> int:
 
 def main() -> None:
     root, section = sys.argv[1:]
+    set_times(PATIENT_TIMES)
     heap.configure_allocator()
     may_follow = asyncio.Event()
     follow_at_once = View.follow

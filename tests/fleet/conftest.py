@@ -4,36 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
-from types import ModuleType
 
 import pytest
 
-from sandbox_gateway.api.fleet import merging
-from sandbox_gateway.fleet import membership, peers, store
+from tests.fleet.times import PATIENT_TIMES, REAL_TIMES, set_times
 from tests.fleet.world import FleetHost, World, created_world
 from tests.support.certificates import Authority
 from tests.support.etcd import Etcd, running_etcd
 
-_PATIENT_TIMES = {
-    (membership, "LEASE_SECONDS"): 60,
-    (store, "_REQUEST_SECONDS"): 15.0,
-    (store, "_TOTAL_SECONDS"): 30.0,
-    (peers, "_CONNECT_SECONDS"): 15.0,
-    (merging, "_LIST_SECONDS"): 30.0,
-}
-_REAL_TIMES = {(module, name): getattr(module, name) for module, name in _PATIENT_TIMES}
-
-
-def _set_times(times: dict[tuple[ModuleType, str], float], monkeypatch: pytest.MonkeyPatch) -> None:
-    for (module, name), value in times.items():
-        monkeypatch.setattr(module, name, value)
-
 
 @pytest.fixture(scope="session", autouse=True)
 def patient_times() -> Iterator[None]:
-    """On a busy machine, a gateway or etcd may pause for seconds. That must neither end a lease nor fail a request."""
     with pytest.MonkeyPatch.context() as monkeypatch:
-        _set_times(_PATIENT_TIMES, monkeypatch)
+        set_times(PATIENT_TIMES, monkeypatch.setattr)
         yield
 
 
@@ -43,7 +26,7 @@ def real_times(patient_times: None, monkeypatch: pytest.MonkeyPatch) -> None:
 
     Request it before all other fixtures.
     """
-    _set_times(_REAL_TIMES, monkeypatch)
+    set_times(REAL_TIMES, monkeypatch.setattr)
 
 
 @pytest.fixture

@@ -1,7 +1,7 @@
 """Run one gateway of a fleet, with an in-memory host, as a process of its own.
 
-Usage: python -m tests.fleet.gateway_process ROOT SECTIONS FORK_SECONDS, where SECTIONS is a configuration as JSON. It
-prints its TCP port when it is ready.
+Usage: python -m tests.fleet.gateway_process ROOT SECTIONS FORK_SECONDS [patient], where SECTIONS is a configuration as
+JSON. It prints its TCP port when it is ready. With `patient`, it has the times for a busy machine.
 """
 
 from __future__ import annotations
@@ -13,10 +13,13 @@ from pathlib import Path
 
 from tests.api.memory_gateway import MemoryGateway
 from tests.api.memory_host import MemoryHost
+from tests.fleet.times import PATIENT_TIMES, set_times
 
 
 def main() -> None:
-    root, sections, fork_seconds = sys.argv[1:]
+    root, sections, fork_seconds, *patience = sys.argv[1:]
+    if patience == ["patient"]:
+        set_times(PATIENT_TIMES)
     host = MemoryHost()
     gateway = MemoryGateway(Path(root), host, **json.loads(sections))
     gateway.build_template()

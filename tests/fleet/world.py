@@ -199,14 +199,23 @@ def created_world(root: Path, etcd: Etcd, authority: Authority) -> Iterator[Worl
 
 @contextlib.contextmanager
 def running_process(
-    world: World, name: str, fork_seconds: float = 0, *, in_fleet: bool = True, **sections: dict[str, Any]
+    world: World,
+    name: str,
+    fork_seconds: float = 0,
+    *,
+    in_fleet: bool = True,
+    is_patient: bool = False,
+    **sections: dict[str, Any],
 ) -> Iterator[tuple[subprocess.Popen[str], int]]:
-    """Run a gateway in a process of its own, and kill it at the end. Yields the process and its port."""
+    """Run a gateway in a process of its own, and kill it at the end. Yields the process and its port.
+
+    ``is_patient``: it has the times for a busy machine.
+    """
     host = world.create_host(name)
     argv = [sys.executable, "-m", "tests.fleet.gateway_process", str(world.root / name)]
     if in_fleet:
         sections["fleet"] = host.create_section()
-    argv += [json.dumps(sections), str(fork_seconds)]
+    argv += [json.dumps(sections), str(fork_seconds), *(["patient"] if is_patient else [])]
     with subprocess.Popen(argv, stdout=subprocess.PIPE, text=True) as process:
         try:
             assert process.stdout

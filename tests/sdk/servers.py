@@ -115,7 +115,7 @@ def _running_front(request: pytest.FixtureRequest, world: World, back: Server) -
         request.getfixturevalue("make_gateway")({"server": server, "kvm_xfs": kvm_section, "fleet": fleet})
         yield port
     else:
-        with running_process(world, "front", server=server):
+        with running_process(world, "front", is_patient=True, server=server):
             yield port
 
 
