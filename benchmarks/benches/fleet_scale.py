@@ -28,6 +28,8 @@ _QUICK_SIZES = (5, 20)
 _PREFIX = "/grove.sandbox/"
 _PAUSE_SECONDS_PER_HOST = 0.0006
 """The time until all watches have got the changes of a placement, of which each host has one."""
+_SETTLE_SECONDS = 1.0
+"""The time until a host has published what it has committed."""
 _NOTE = (
     "etcd, and the gateway that places the sandboxes, are real. One process simulates the hosts, and another one their "
     "watches (benchmarks/simulation). All processes share the CPUs of this machine"
@@ -73,8 +75,12 @@ class _Fleet:
     def grow(self, size: int) -> None:
         # Otherwise, the watches would get all changes of the hosts that join.
         self._watches.ask("0")
-        self._hosts.ask(str(size))
+        self._hosts.ask(f"join {size}")
         self._watches.ask(str(size))
+
+    def count_name_transactions(self) -> int:
+        """Return how many transactions with names and ids the hosts have sent since their start."""
+        return self._hosts.ask("count")
 
     @contextlib.contextmanager
     def running_router(self) -> Iterator[dict[str, Any]]:
@@ -107,13 +113,12 @@ class _Worker:
     def __init__(self, process: subprocess.Popen[str]) -> None:
         self._process = process
 
-    def ask(self, line: str) -> None:
-        """Send a line, and wait until the process has repeated it."""
+    def ask(self, command: str) -> int:
+        """Send a command, and return the number with which the process answers."""
         assert self._process.stdin
-        self._process.stdin.write(f"{line}\n")
+        self._process.stdin.write(f"{command}\n")
         self._process.stdin.flush()
-        if (answer := self.read_line()) != line:
-            raise RuntimeError(f"the simulation answered {answer!r} instead of {line!r}")
+        return int(self.read_line())
 
     def read_line(self) -> str:
         assert self._process.stdout
@@ -174,18 +179,21 @@ def _collect_samples(fleet: _Fleet, size: int, settings: Mapping[str, Any]) -> d
         # The first request also creates a connection to a host.
         client.call("POST", "/sandboxes", {"templateID": TEMPLATE})
         pause = size * _PAUSE_SECONDS_PER_HOST
-        before, start = fleet.read_metrics(), time.perf_counter()
+        time.sleep(_SETTLE_SECONDS)
+        count_before, before, start = fleet.count_name_transactions(), fleet.read_metrics(), time.perf_counter()
         for _ in range(settings["placements"]):
             _, elapsed = time_call(lambda: client.call("POST", "/sandboxes", {"templateID": TEMPLATE}))
             samples["place"].append(elapsed)
             time.sleep(pause)
+        time.sleep(_SETTLE_SECONDS)
+        count = fleet.count_name_transactions() - count_before
         after, seconds = fleet.read_metrics(), time.perf_counter() - start
         client.close()
     for _ in range(settings["placements"]):
         samples["floor_place"].append(time_call(fleet.transact)[1])
         time.sleep(0.01)
-    for key in ("transactions", "cpu"):
-        samples[f"{key}_per_placement"] = [(after[key] - before[key] - idle[key] * seconds) / settings["placements"]]
+    samples["transactions_per_placement"] = [count / settings["placements"]]
+    samples["cpu_per_placement"] = [(after["cpu"] - before["cpu"] - idle["cpu"] * seconds) / settings["placements"]]
     samples["requests_per_second"] = [idle["transactions"] + idle["renewals"]]
     samples["transactions_per_second"] = [idle["transactions"]]
     samples["cpu_per_second"] = [idle["cpu"]]

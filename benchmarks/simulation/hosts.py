@@ -2,8 +2,10 @@
 
 SECTION is [fleet] as JSON, without ``name`` and ``address``. Each host has SANDBOXES sandboxes and the template `base`.
 
-The process reads numbers of hosts, one a line. For each number, hosts join until there are as many. When etcd has all
-their names, the process prints the number. It ends with its standard input.
+The process reads commands, one a line, and ends with its standard input:
+
+* ``join NUMBER``: hosts join until there are as many. When etcd has all their names, the process prints the number.
+* ``count``: the process prints how many transactions with names and ids the hosts have sent.
 
 Engines, memberships, directories and their requests to etcd are real. Machines exist only in memory. Hosts differ from
 real ones in three ways: they do not follow the objects of others (``watches.py`` does that for all), so that only the
@@ -21,7 +23,7 @@ import resource
 import ssl
 import sys
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -40,7 +42,7 @@ from sandbox_gateway.fleet.directory import Directory
 from sandbox_gateway.fleet.keys import Keys
 from sandbox_gateway.fleet.membership import Membership
 from sandbox_gateway.fleet.records import MemberRecord
-from sandbox_gateway.fleet.store import Store
+from sandbox_gateway.fleet.store import Operation, Outcome, Store, StoreUnavailable
 from sandbox_gateway.fleet.view import View
 from sandbox_gateway.hosts.base import Abilities, Room
 from sandbox_gateway.records import Sandbox, SandboxState, Snapshot, SnapshotKind
@@ -61,8 +63,16 @@ class _SharedStore(Store):
 
     def __init__(self, endpoint: str) -> None:
         super().__init__([endpoint])
+        self.name_transactions = 0
         self._address = urlsplit(endpoint)
         self._connections = threading.local()
+
+    async def transact(
+        self, compare: Sequence[Operation], success: Sequence[Operation], failure: Sequence[Operation] = ()
+    ) -> Outcome:
+        if len(success) > 1:  # Otherwise, it only writes a record.
+            self.name_transactions += 1
+        return await super().transact(compare, success, failure)
 
     def _send(self, path: str, body: Mapping[str, Any]) -> Any:
         connection = self._connections.__dict__.get("connection")
@@ -75,7 +85,7 @@ class _SharedStore(Store):
         response = connection.getresponse()
         data = response.read()
         if response.status != http.client.OK:
-            raise RuntimeError(f"etcd: {path}: {response.status} {data[:500]!r}")
+            raise StoreUnavailable(f"etcd: {path}: {response.status} {data[:500]!r}")
         return json.loads(data)
 
 
@@ -137,10 +147,6 @@ class _Host:
         """Join, and wait until etcd has all names."""
         await self._serve(tls)
         await self._membership.join()
-        if not self._membership.lease:
-            raise RuntimeError(self._membership.describe_state())
-        assert self._membership._record
-        self._view.members[self._membership.name] = self._membership._record
         self._directory.attach()
         for listener in self._view.load_listeners:
             listener([])
@@ -153,8 +159,10 @@ class _Host:
             )
         ]
         # The directory has no event for this.
-        while self._directory._changed_ids:  # noqa: ASYNC110
+        while self._directory._changed_ids or not self._membership.lease:  # noqa: ASYNC110
             await asyncio.sleep(0.05)
+        assert self._membership._record
+        self._view.members[self._membership.name] = self._membership._record
 
     async def _serve(self, tls: ssl.SSLContext) -> None:
         settings = uvicorn.Config(self._answer, interface="asgi3", lifespan="off", log_config=None, access_log=False)
@@ -195,8 +203,12 @@ async def _run(root: Path, section: Mapping[str, Any], sandbox_count: int) -> No
 
     hosts: list[_Host] = []
     while line := await asyncio.to_thread(sys.stdin.readline):
-        hosts += await asyncio.gather(*(join(number) for number in range(len(hosts), int(line))))
-        print(len(hosts), flush=True)
+        command, *arguments = line.split()
+        if command == "join":
+            hosts += await asyncio.gather(*(join(number) for number in range(len(hosts), int(arguments[0]))))
+            print(len(hosts), flush=True)
+        else:
+            print(sum(store.name_transactions for store in stores), flush=True)
 
 
 def main() -> None:

@@ -1,6 +1,6 @@
 """Follow all changes like the gateways of a large fleet: ``python -m benchmarks.simulation.watches PORT PREFIX``.
 
-The process reads numbers, one a line, opens so many watches in place of those before, and prints the number. It only
+The process reads numbers, one a line, opens so many watches in place of those before, and prints their number. It only
 reads what etcd sends, because the gateways of a real fleet have machines of their own.
 """
 

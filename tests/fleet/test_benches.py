@@ -31,8 +31,8 @@ def test_large_fleets_are_simulated() -> None:
     few, many = result.settings["hosts"]
     measures = result.measures
     assert len(measures[f"place_{many}"].samples) == 10
-    # The claim and the commit of a sandbox, and sometimes the new load of its host.
-    assert 1 < measures[f"transactions_per_placement_{many}"].p50 < 6
+    # The claim of a sandbox, and its commit, perhaps with that of another one.
+    assert 1 < measures[f"transactions_per_placement_{many}"].p50 <= 2
     # Each member renews its lease every two seconds.
     assert measures[f"requests_per_second_{many}"].p50 > many / 4 > measures[f"requests_per_second_{few}"].p50 / 2
     for size in (few, many):
