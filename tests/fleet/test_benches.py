@@ -32,7 +32,7 @@ def test_large_fleets_are_simulated() -> None:
     measures = result.measures
     assert len(measures[f"place_{many}"].samples) == 10
     # The claim of a sandbox, and its commit, perhaps with that of another one.
-    assert 1 < measures[f"transactions_per_placement_{many}"].p50 <= 2
+    assert 1 < measures[f"transactions_per_placement_{many}"].p50 < 3
     # Each member renews its lease every two seconds.
     assert measures[f"requests_per_second_{many}"].p50 > many / 4 > measures[f"requests_per_second_{few}"].p50 / 2
     for size in (few, many):

@@ -53,3 +53,10 @@ def requires_memory(server: Server) -> None:
     """Skip the test on hosts whose snapshots do not contain memory."""
     if not server.abilities.memory:
         pytest.skip("the host's snapshots contain only the file system")
+
+
+@pytest.fixture
+def requires_one_host(server: Server) -> None:
+    """Skip the test if the gateway would create objects on another host than that of the objects that need them."""
+    if server.is_forwarding:
+        pytest.skip("new volumes and templates are on the host of the gateway that receives the request")

@@ -49,6 +49,8 @@ class Server:
     domain: str = DOMAIN
     registry_port: int = 0
     """The port of 127.0.0.1 at which a test can run a registry without HTTPS."""
+    is_forwarding: bool = False
+    """Whether another host of the gateway's fleet has the template."""
 
     @property
     def url(self) -> str:
@@ -84,7 +86,7 @@ def running_fleet(request: pytest.FixtureRequest, kind: str) -> Iterator[Server]
     with running_etcd(root / "etcd", authority.get("etcd")) as etcd, created_world(root, etcd, authority) as world:
         fleet = world.create_host("back").create_section()
         with running_server(request, kind, fleet=fleet) as back, _running_front(request, world, back) as port:
-            front = replace(back, port=port)
+            front = replace(back, port=port, is_forwarding=True)
             with httpx.Client(base_url=front.url, headers={"X-API-Key": KEY}, timeout=60) as client:
                 wait_until(lambda: client.get(f"/templates/{front.template}").status_code == 200)
                 # On a busy machine, a lease may end while a gateway starts.

@@ -335,6 +335,7 @@ def test_ports_are_public_on_request(server, create_sandbox):
     assert HTTP.get(server.url, headers=headers).status_code == 403
 
 
+@pytest.mark.usefixtures("requires_one_host")
 @covers("Volume.create", "Volume.list", "Volume.get_info", "Volume.connect", "Volume.destroy", "VolumeMount")
 def test_volumes_are_shared_between_sandboxes(create_sandbox):
     volume = Volume.create(f"data-{uuid.uuid4().hex[:8]}")

@@ -380,6 +380,7 @@ def test_metrics_report_the_usage(server, create_sandbox):
         sandbox.get_metrics()
 
 
+@pytest.mark.usefixtures("requires_one_host")
 @covers("Volume.create", "Volume.list", "Volume.get_info", "Volume.connect", "Volume.destroy")
 def test_volumes_are_shared_between_sandboxes(server, create_sandbox):
     name = f"data-{uuid.uuid4().hex[:8]}"
@@ -651,6 +652,7 @@ def test_a_template_is_built_from_another_template(server, create_sandbox, tmp_p
     server.gateway.call("DELETE", "/templates/upper:v1")
 
 
+@pytest.mark.usefixtures("requires_one_host")
 def test_a_recipe_can_start_from_a_template(server, create_sandbox):
     """This works on both kinds of host. The steps of the client work only on hosts with images."""
     recipe = {"name": "derived", "template": server.template, "setup": ["echo derived > /root/derived"]}
