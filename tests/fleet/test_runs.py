@@ -1,8 +1,10 @@
-"""Plan sessions and runs that apply a plan: they read the objects of all hosts, and change those of one."""
+"""Plan sessions, and runs that apply a plan, with objects on several hosts."""
 
 from __future__ import annotations
 
 import itertools
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -38,35 +40,277 @@ def test_a_run_reads_the_objects_of_all_hosts(pair: Pair, run: tuple[str, str]) 
         assert [each["sandboxHost"] for each in one.get(f"{prefix}/{path}", name=name)] == ["h2"]
 
 
-def test_a_run_refuses_to_change_objects_of_other_hosts(pair: Pair, run: tuple[str, str]) -> None:
+def _list_changes(objects: Objects) -> list[tuple[str, str, dict[str, Any] | None]]:
+    names = objects.names
+    return [
+        ("PATCH", f"/sandboxes/{names['sandbox']}", {"metadata": {"a": "b"}}),
+        ("POST", f"/sandboxes/{names['sandbox']}/snapshots", {"name": f"second-{names['snapshot']}"}),
+        ("POST", f"/sandboxes/{names['sandbox']}/clone", {"names": [f"clone-{names['sandbox']}"]}),
+        ("POST", f"/snapshots/{names['snapshot']}/fork", {"names": [f"fork-{names['sandbox']}"]}),
+        ("POST", "/sandboxes", {"templateID": names["snapshot"], "name": f"new-{names['sandbox']}"}),
+        ("PATCH", f"/sandboxes/new-{names['sandbox']}", {"name": f"renamed-{names['sandbox']}"}),
+        ("PATCH", f"/volumes/{names['volume']}", {"sizeMB": 4096}),
+        ("POST", f"/volumes/{names['volume']}/snapshots", {"name": "second"}),
+        ("DELETE", f"/sandboxes/fork-{names['sandbox']}", None),
+        ("DELETE", f"/templates/{names['template']}", None),
+    ]
+
+
+_LISTS = {"/sandboxes": "sandboxID", "/snapshots": "snapshotID", "/templates": "templateID", "/volumes": "name"}
+
+
+def _read_all(host: FleetHost, prefix: str = "") -> dict[str, Any]:
+    return {path: sorted(host.get(prefix + path), key=lambda each: each[key]) for path, key in _LISTS.items()}
+
+
+def _describe(host: FleetHost, prefix: str, objects: Objects) -> list[dict[str, Any]]:
+    """Return the values that are the same in a prediction and after the run."""
+    number = objects.names["sandbox"].partition("-")[2]
+    keys = ("name", "names", "sandboxHost", "state", "metadata", "sizeMB")
+    entries = [
+        {key: entry[key] for key in keys if key in entry} for path in _LISTS for entry in host.get(prefix + path)
+    ]
+    return sorted((each for each in entries if f"-{number}'" in str(each)), key=str)
+
+
+def test_a_plan_session_predicts_changes_of_objects_of_other_hosts(pair: Pair) -> None:
     one, two = pair
     objects = Objects(two, with_template=True)
-    noun, prefix = run
-    names = objects.names
+    before = _read_all(two)
+    prefix = _open_plan(one)
+    described = []
+    for run_prefix in (prefix, ""):
+        with one.client() as client:
+            for method, path, body in _list_changes(objects):
+                response = client.request(method, run_prefix + path, json=body)
+                assert response.status_code < 300, (path, response.text)
+                assert response.headers["x-sandbox-host"] == "h2", path
+                assert "x-sandbox-gateway-plan-ids" not in response.headers
+        described.append(_describe(one, run_prefix, objects))
+        if run_prefix:
+            assert _read_all(two) == before, "a session changes nothing"
+    assert described[0] == described[1]
+    assert {each["sandboxHost"] for each in described[0]} == {"h2"}
+
+
+def _open_plan(host: FleetHost, name: str = "") -> str:
+    body = {"run": name or f"a-run-of-a-test-in-a-fleet-{next(_numbers)}"}
+    return f"/plans/{host.post('/plans', body, 200)['planID']}"
+
+
+def _open_applied_run(host: FleetHost, name: str = "") -> str:
+    body = {"run": name or f"a-run-of-a-test-in-a-fleet-{next(_numbers)}"}
+    return f"/applied-runs/{host.post('/applied-runs', body, 200)['runID']}"
+
+
+def _create_on(host: FleetHost, target: str, name: str, prefix: str = "", status: int = 201) -> Any:
+    body = {"templateID": "base", "name": name, "placement": {"host": target}}
+    return host.post(f"{prefix}/sandboxes", body, status)
+
+
+def _get_status(host: FleetHost, path: str) -> int:
+    with host.client() as client:
+        return client.get(path).status_code
+
+
+def test_a_plan_session_places_sandboxes_like_the_run(pair: Pair) -> None:
+    one, two = pair
+    prefix = _open_plan(one)
+    number = next(_numbers)
+    names = [f"placed-in-plan-{number}-{index}" for index in range(4)]
+    hosts = []
+    for run_prefix in (prefix, ""):
+        path = f"{run_prefix}/snapshots/base/fork"
+        forks = one.post(path, {"names": names, "placement": {"strategy": "spread"}})["sandboxes"]
+        hosts.append({each["name"]: each["sandboxHost"] for each in forks})
+        if run_prefix:
+            assert len({each["sandboxID"] for each in forks}) == 4, "ids are unique on all hosts"
+            assert all(_get_status(one, f"/sandboxes/{name}") == 404 for name in names)
+            for each in forks:
+                shown = one.get(f"{prefix}/sandboxes/{each['sandboxID']}")
+                assert (shown["name"], shown["sandboxHost"]) == (each["name"], each["sandboxHost"])
+    assert hosts[0] == hosts[1] and sorted(hosts[0].values()) == ["h1", "h1", "h2", "h2"]
+    refused = one.post(f"{prefix}/snapshots/base/fork", {"count": 3, "placement": {"antiAffinity": True}}, 507)
+    assert "each on a host of its own" in refused["message"]
+    refused = _create_on(one, "h9", "nowhere", prefix, 409)
+    assert "h1 (not the requested host)" in refused["message"]
+    del two
+
+
+def test_a_plan_session_counts_the_machines_that_it_would_start_on_each_host(world: World) -> None:
+    one, two = world.start("h1", "h2")
+    for host in (one, two):
+        host.gateway.build_template()
+        # Room for five machines, besides the reserve of 256 MiB.
+        host.host.available_room = replace(host.host.available_room, memory_free=(256 + 5 * 64) << 20)
+    wait_until(lambda: all(each["memoryFreeBytes"] < 1 << 30 for each in one.get("/fleet")["hosts"]))
+    wait_until(lambda: one.list_known_hosts("base") == ["h1", "h2"])
+    prefix = _open_plan(one)
+    path, placement = f"{prefix}/snapshots/base/fork", {"strategy": "pack"}
+    for count in (3, 4, 3):
+        forks = one.post(path, {"count": count, "placement": placement})["sandboxes"]
+        assert len(forks) == count
+    refused = one.post(path, {"count": 1, "placement": placement}, 507)
+    assert "h1 (room for 0), h2 (room for 0)" in refused["message"]
     with one.client() as client:
-        for method, path, body in (
-            ("PATCH", f"/sandboxes/{names['sandbox']}", {"metadata": {}}),
-            ("DELETE", f"/sandboxes/{names['sandbox']}", None),
-            ("POST", f"/sandboxes/{names['sandbox']}/snapshots", {}),
-            ("POST", f"/snapshots/{names['snapshot']}/push", {"reference": "127.0.0.1:1/a:b"}),
-            ("POST", f"/snapshots/{names['snapshot']}/fork", {}),
-            ("POST", "/sandboxes", {"templateID": names["snapshot"]}),
-            ("DELETE", f"/templates/{names['template']}", None),
-            ("PATCH", f"/volumes/{names['volume']}", {"sizeMB": 4096}),
-        ):
-            refused = client.request(method, prefix + path, json=body)
-            assert refused.status_code == 400, (path, refused.text)
-            assert f"on host 'h2', but a {noun} can change only the host" in refused.json()["message"], path
-    assert two.get(f"/sandboxes/{names['sandbox']}")["state"] == "running"
+        client.delete(f"{prefix}/sandboxes/{forks[0]['sandboxID']}").raise_for_status()
+    freed = one.post(path, {"count": 1, "placement": placement})["sandboxes"]
+    assert freed[0]["sandboxHost"] == forks[0]["sandboxHost"]
+    assert one.get("/sandboxes") == [] and not one.host.machines and not two.host.machines
 
 
-def test_a_run_refuses_a_placement(pair: Pair, run: tuple[str, str]) -> None:
+def test_names_are_unique_in_a_plan_session_on_all_hosts(pair: Pair) -> None:
     one, _ = pair
-    noun, prefix = run
+    prefix = _open_plan(one)
+    name, other = f"unique-{next(_numbers)}", f"other-{next(_numbers)}"
+    _create_on(one, "h2", name, prefix)
+    for host in ("h1", "h2"):
+        assert _create_on(one, host, name, prefix, 409)["kind"] == "name_taken"
+    # The name becomes free on one host, and is used on the other one.
     with one.client() as client:
-        for path, body in (("/sandboxes", {"templateID": "base"}), ("/snapshots/base/fork", {"count": 2})):
-            refused = client.post(prefix + path, json={**body, "placement": {"host": "h1"}})
-            assert refused.status_code == 400 and f"placement: not supported in a {noun}" in refused.json()["message"]
+        client.patch(f"{prefix}/sandboxes/{name}", json={"name": other}).raise_for_status()
+        assert _create_on(one, "h1", name, prefix)["sandboxHost"] == "h1"
+        assert _create_on(one, "h2", name, prefix, 409)["kind"] == "name_taken"
+        assert one.get(f"{prefix}/sandboxes/{name}")["sandboxHost"] == "h1"
+        assert one.get(f"{prefix}/sandboxes/{other}")["sandboxHost"] == "h2"
+        assert client.patch(f"{prefix}/sandboxes/{other}", json={"name": name}).status_code == 409
+        client.delete(f"{prefix}/sandboxes/{name}").raise_for_status()
+        client.patch(f"{prefix}/sandboxes/{other}", json={"name": name}).raise_for_status()
+        assert one.get(f"{prefix}/sandboxes/{name}")["sandboxHost"] == "h2"
+    # The same with an object that really exists.
+    real = f"real-{next(_numbers)}"
+    _create_on(one, "h2", real)
+    prefix = _open_plan(one)
+    assert "of host h2" in _create_on(one, "h1", real, prefix, 409)["message"]
+    with one.client() as client:
+        client.delete(f"{prefix}/sandboxes/{real}").raise_for_status()
+    assert _get_status(one, f"{prefix}/sandboxes/{real}") == 404
+    assert _create_on(one, "h1", real, prefix)["sandboxHost"] == "h1"
+    assert one.get(f"{prefix}/sandboxes/{real}")["sandboxHost"] == "h1"
+    assert one.get(f"/sandboxes/{real}")["sandboxHost"] == "h2"
+
+
+def test_one_of_two_hosts_gets_a_name_that_both_want_at_once(pair: Pair) -> None:
+    one, _ = pair
+    prefix = _open_plan(one)
+    for host in ("h1", "h2"):
+        _create_on(one, host, f"first-{host}-{next(_numbers)}", prefix)
+    names = [f"wanted-{next(_numbers)}" for _ in range(10)]
+
+    def create(name: str, host: str) -> int:
+        with one.client() as client:
+            body = {"templateID": "base", "name": name, "placement": {"host": host}}
+            return client.post(f"{prefix}/sandboxes", json=body).status_code
+
+    with ThreadPoolExecutor(4) as threads:
+        for name in names:
+            statuses = [*threads.map(create, [name] * 4, ["h1", "h2", "h1", "h2"])]
+            assert sorted(statuses) == [201, 409, 409, 409], name
+            assert len(one.get(f"{prefix}/sandboxes", name=name)) == 1
+
+
+def test_a_session_is_the_same_at_every_gateway(pair: Pair) -> None:
+    one, two = pair
+    run, name = f"a-run-at-two-gateways-{next(_numbers)}", f"shared-{next(_numbers)}"
+    opened = one.post("/plans", {"run": run}, 200)
+    assert two.post("/plans", {"run": run}, 200) == {**opened, "objects": 0}
+    prefix = f"/plans/{opened['planID']}"
+    created = _create_on(two, "h2", name, prefix)
+    assert created["sandboxHost"] == "h2"
+    for host in pair:
+        assert host.get(f"{prefix}/sandboxes/{name}")["sandboxID"] == created["sandboxID"]
+        assert [each["name"] for each in host.get(f"{prefix}/sandboxes", name=name)] == [name]
+        assert host.get(prefix)["objects"] > 0
+        assert [each["planID"] for each in host.get("/plans")].count(opened["planID"]) == 1
+    with two.client() as client:
+        assert client.delete(prefix).status_code == 204
+        wait_until(lambda: all(_get_status(host, f"{prefix}/sandboxes") == 404 for host in pair))
+        assert client.post("/plans", json={"run": run}).status_code == 410
+    applied = one.post("/applied-runs", {"run": run}, 200)
+    assert two.post("/applied-runs", {"run": run}, 200)["openedAt"] == applied["openedAt"]
+
+
+def test_the_changes_of_a_run_do_not_count_on_any_host(pair: Pair) -> None:
+    one, two = pair
+    name = Objects(two).names["sandbox"]
+    prefix = _open_applied_run(one)
+    generation = one.get(f"/sandboxes/{name}")["generation"]
+    with one.client() as client:
+        for number in range(3):
+            client.patch(f"{prefix}/sandboxes/{name}", json={"metadata": {"a": str(number)}}).raise_for_status()
+        assert two.get(f"/sandboxes/{name}")["generation"] == generation + 3
+        for host in pair:
+            assert host.get(f"{prefix}/sandboxes/{name}")["generation"] == generation
+        assert one.get(f"{prefix}/sandboxes", name=name)[0]["generation"] == generation
+        # Someone else changes it.
+        client.patch(f"/sandboxes/{name}", json={"metadata": {}}).raise_for_status()
+    assert one.get(f"{prefix}/sandboxes/{name}")["generation"] == generation + 1
+    forks = one.post(f"{prefix}/snapshots/base/fork", {"count": 2, "placement": {"antiAffinity": True}})["sandboxes"]
+    assert sorted(each["sandboxHost"] for each in forks) == ["h1", "h2"]
+
+
+def test_pinned_hosts(pair: Pair) -> None:
+    one, _ = pair
+    names = [f"pinned-{next(_numbers)}" for _ in range(3)]
+    body = {"names": names, "placement": {"hosts": ["h2", "h1", "h2"], "strategy": "pack"}}
+    forks = one.post("/snapshots/base/fork", body)["sandboxes"]
+    hosts = {each["name"]: each["sandboxHost"] for each in forks}
+    assert hosts == dict(zip(names, ["h2", "h1", "h2"], strict=True))
+    for hosts_field, status, sentence in (
+        (["h2"], 400, "placement.hosts must contain one host for each new sandbox"),
+        (["h9", "h1"], 409, "h9 (it does not have the snapshot)"),
+        ([], 400, "hosts"),
+    ):
+        refused = one.post("/snapshots/base/fork", {"count": 2, "placement": {"hosts": hosts_field}}, status)
+        assert sentence in refused["message"]
+    placement = {"hosts": ["h1", "h2"], "host": "h1"}
+    refused = one.post("/snapshots/base/fork", {"count": 2, "placement": placement}, 409)
+    assert "h2 (not the requested host)" in refused["message"]
+
+
+@pytest.mark.parametrize("open_run", [_open_plan, _open_applied_run])
+def test_a_run_ends_if_a_gateway_forgets_its_part(world: World, open_run: Any) -> None:
+    one, two = world.start("h1", "h2")
+    two.gateway.build_template()
+    two.post("/sandboxes", {"templateID": "base", "name": "web"})
+    assert one.get("/sandboxes/web")["sandboxHost"] == "h2"
+    prefix = open_run(one)
+    with one.client() as client:
+        client.patch(f"{prefix}/sandboxes/web", json={"metadata": {"a": "b"}}).raise_for_status()
+        world.keep_objects(two)
+        two.end()
+        wait_until(lambda: one.list_running_members() == ["h1"])
+        refused = client.patch(f"{prefix}/sandboxes/web", json={"metadata": {}})
+        assert (refused.status_code, refused.json()["kind"]) == (503, "unavailable")
+        two.start()
+        world.wait_for_members([one, two])
+        for method, body in (("PATCH", {"metadata": {}}), ("GET", None)):
+            refused = client.request(method, f"{prefix}/sandboxes/web", json=body)
+            assert refused.status_code == 410, refused.text
+            assert "has ended on host 'h2'" in refused.json()["message"]
+        # The run's home is forgotten, too.
+        world.keep_objects(one)
+    one.end()
+    one.start()
+    world.wait_for_members([one, two])
+    assert _get_status(two, f"{prefix}/sandboxes") in (404, 410)
+
+
+@pytest.mark.usefixtures("real_times")
+def test_no_run_begins_while_etcd_is_away(world: World) -> None:
+    one, two = world.start("h1", "h2")
+    two.gateway.build_template()
+    two.post("/sandboxes", {"templateID": "base", "name": "web"})
+    assert one.get("/sandboxes/web")["sandboxHost"] == "h2"
+    prefix = _open_plan(one, "a-run-that-has-begun-1")
+    world.etcd.stop_answering()
+    refused = one.post("/plans", {"run": "a-run-that-begins-now-1"}, 503)
+    assert refused["kind"] == "unavailable"
+    # A session goes on, and so does the part that it opens now.
+    with one.client() as client:
+        client.patch(f"{prefix}/sandboxes/web", json={"metadata": {"a": "b"}}).raise_for_status()
+        assert client.get(f"{prefix}/sandboxes/web").json()["metadata"] == {"a": "b"}
+    world.etcd.answer_again()
 
 
 def test_a_plan_session_knows_the_names_of_all_hosts(pair: Pair) -> None:
@@ -109,9 +353,8 @@ def test_check_mode_predicts_what_the_module_does_on_the_other_host(pair: Pair) 
         for host in pair:
             result = _run_sandbox_task(host, check=check, name=[name], template="base", recreate=True)
             assert not result.get("failed") and not result["changed"], "h1 has a copy of its template"
-    refused = _run_sandbox_task(one, check=True, name=[name], state="absent")
-    assert refused["failed"] and "can change only the host of its own gateway" in refused["msg"]
-    assert _run_sandbox_task(one, check=False, name=[name], state="absent")["changed"]
+    for check in (True, False):
+        assert _run_sandbox_task(one, check=check, name=[name], state="absent")["changed"]
     with two.client() as client:
         assert client.get(f"/sandboxes/{name}").status_code == 404
 

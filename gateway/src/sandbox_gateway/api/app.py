@@ -136,11 +136,13 @@ def _add_fleet(app: FastAPI, fleet: Fleet, engine: Engine, keys: Keys) -> Elsewh
     from sandbox_gateway.api.fleet.hosts import create_router
     from sandbox_gateway.api.fleet.locator import Locator
     from sandbox_gateway.api.fleet.middleware import FleetMiddleware
+    from sandbox_gateway.api.fleet.runs import FleetRuns
 
     app.include_router(create_router(fleet))
     forwarder = Forwarder(fleet.peers, keys, engine.config.server.stalled_seconds)
     locator = Locator(fleet, engine)
-    app.add_middleware(FleetMiddleware, fleet=fleet, forwarder=forwarder, locator=locator)
+    runs = FleetRuns(fleet, locator, app.state.plans, app.state.applied_runs)
+    app.add_middleware(FleetMiddleware, fleet=fleet, forwarder=forwarder, locator=locator, runs=runs)
     return RemoteSandboxes(fleet, engine, forwarder, locator)
 
 

@@ -134,7 +134,7 @@ class Directory:
 
     def require_free(self, names: Iterable[str]) -> None:
         if taken := {name: holders for name in names if (holders := self._find_others(name))}:
-            raise _create_name_taken_error(taken)
+            raise create_name_taken_error(taken)
 
     def require_claimable(self, claims: Sequence[Claim]) -> None:
         taken: dict[str, list[Holder]] = {}
@@ -145,7 +145,7 @@ class Directory:
                 if others := [each for each in self._find_others(name) if not (own and own.may_share_name(each))]:
                     taken[name] = others
         if taken:
-            raise _create_name_taken_error(taken)
+            raise create_name_taken_error(taken)
 
     def _find_others(self, ref: str) -> list[Holder]:
         return [holder for holder in self._view.find_holders(ref) if holder.host != self._membership.name]
@@ -286,7 +286,7 @@ class Directory:
             if holder.host != self._membership.name and not (own and own.may_share_name(holder)):
                 taken.setdefault(ref, []).append(holder)
         if taken:
-            raise _create_name_taken_error(taken)
+            raise create_name_taken_error(taken)
 
     def _put_reservation(self, lease: int) -> Operation:
         size = len(self._starting_machines) * MACHINE_START_BYTES
@@ -490,7 +490,7 @@ def _split_into_batches(claims: Sequence[Claim]) -> Iterator[list[Claim]]:
         yield batch
 
 
-def _create_name_taken_error(taken: dict[str, list[Holder]]) -> NameTaken:
+def create_name_taken_error(taken: dict[str, list[Holder]]) -> NameTaken:
     places = ", ".join(
         f"{name!r} (a {holder.kind.replace('_', ' ')} of host {holder.host})"
         for name, holders in taken.items()

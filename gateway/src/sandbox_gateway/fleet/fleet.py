@@ -12,6 +12,7 @@ from sandbox_gateway.fleet.holds import Holds
 from sandbox_gateway.fleet.keys import Keys
 from sandbox_gateway.fleet.membership import Membership
 from sandbox_gateway.fleet.peers import Peers
+from sandbox_gateway.fleet.runs import RunDirectory
 from sandbox_gateway.fleet.secret import check_secret_file
 from sandbox_gateway.fleet.store import Store, TlsFiles
 from sandbox_gateway.fleet.view import View
@@ -28,13 +29,15 @@ class Fleet:
         self.settings = settings
         self.server_tls, self.client_tls = _load_tls(settings)
         self._engine = engine
-        self._background = BackgroundTasks(log)
+        self.background = BackgroundTasks(log)
+        """Work that ends when the gateway leaves the fleet."""
         self._store = Store(settings.etcd, TlsFiles(settings.tls_ca, settings.tls_cert, settings.tls_key))
         keys = Keys(settings.prefix)
         self.view = View(self._store, keys, settings.name)
         self.membership = Membership(settings, engine, self._store, keys, self.view)
         self.directory = Directory(engine, self._store, keys, self.view, self.membership)
         self.holds = Holds(self._store, keys)
+        self.runs = RunDirectory(self._store, keys, self.membership)
         self.peers = Peers(self.view, self.client_tls)
         self.view.member_listeners.append(self._report_member)
 
@@ -47,14 +50,15 @@ class Fleet:
         await self.membership.join()
         self.directory.attach()
         self._engine.transfers.list_fleet_signers = self._list_signers
-        self._background.start(self.membership.keep_alive())
-        self._background.start(self.membership.renew_record())
-        self._background.start(self.view.follow())
-        self._background.start(self.directory.publish_changes())
+        self.background.start(self.membership.keep_alive())
+        self.background.start(self.membership.renew_record())
+        self.background.start(self.view.follow())
+        self.background.start(self.directory.publish_changes())
 
     async def close(self) -> None:
         """Leave the fleet, after the engine has been closed: until then, its operations need their names."""
-        await self._background.cancel()
+        await self.background.cancel()
+        await self.runs.close()
         await self.directory.close()
         await self.membership.leave()
         await self.peers.close()

@@ -22,6 +22,8 @@ class Keys:
         """The memory that the starting machines of each host will need."""
         self.decisions = f"{prefix}decisions/"
         """Whether a fork on several hosts is committed."""
+        self.runs = f"{prefix}runs"
+        """The host whose gateway has opened a plan session, or a run that applies a plan, by its path in the API."""
 
     def host(self, name: str) -> str:
         return f"{self.hosts}{name}"
@@ -38,6 +40,10 @@ class Keys:
 
     def reservation(self, host: str) -> str:
         return f"{self.reservations}{host}"
+
+    def run(self, path: str) -> str:
+        """``path``: the path of the run, such as ``/plans/ID``."""
+        return f"{self.runs}{path}"
 
     def decision(self, id: str) -> str:
         return f"{self.decisions}{id}"

@@ -7,6 +7,7 @@ and refuses (507) what does not fit; then the next host is tried.
 from __future__ import annotations
 
 import heapq
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
@@ -28,6 +29,8 @@ class Wishes:
     """local: this host, if it can, or else the one with the most free memory. spread: evenly. pack: few hosts."""
     anti_affinity: bool = False
     """Each sandbox of the request on a host of its own."""
+    hosts: Sequence[str] = ()
+    """The host of each sandbox, which is then no longer chosen. Empty: the strategy chooses the hosts."""
 
 
 @dataclass(frozen=True)
@@ -63,6 +66,8 @@ def place(count: int, candidates: Sequence[Candidate], wishes: Wishes, local: st
     if not suitable:
         raise Conflict(f"no host can take the sandbox: {_describe(reasons)}. Change the placement, or the hosts")
     rooms = {candidate.name: candidate.count_room() for candidate in suitable}
+    if wishes.hosts:
+        return _place_on(wishes.hosts, rooms, reasons)
     if wishes.anti_affinity:
         rooms = {name: min(room, 1) for name, room in rooms.items()}
     if sum(rooms.values()) < count:
@@ -96,9 +101,25 @@ def place(count: int, candidates: Sequence[Candidate], wishes: Wishes, local: st
     return shares
 
 
+def _place_on(hosts: Sequence[str], rooms: Mapping[str, int], reasons: Mapping[str, str]) -> dict[str, int]:
+    """Return how many sandboxes each of the given hosts gets. Raises Conflict or NoSpace if one cannot take its share.
+
+    ``rooms``: the room of the suitable hosts. ``reasons``: why the other hosts are not suitable.
+    """
+    shares = dict(Counter(hosts))
+    if unsuitable := [host for host in shares if host not in rooms]:
+        details = {host: reasons.get(host) or "it does not have the snapshot" for host in unsuitable}
+        raise Conflict(f"a host cannot take its sandboxes: {_describe(details)}. Change the placement, or the hosts")
+    if full := {host: f"room for {rooms[host]} of {count}" for host, count in shares.items() if rooms[host] < count}:
+        raise NoSpace(
+            f"a host has no room for its sandboxes: {_describe(full)}. Delete or pause sandboxes, or request fewer"
+        )
+    return shares
+
+
 def _find_obstacle(candidate: Candidate, wishes: Wishes) -> str:
     """Return why a host cannot be chosen, as a clause, or "" if it can."""
-    if wishes.host and candidate.name != wishes.host:
+    if (wishes.host and candidate.name != wishes.host) or (wishes.hosts and candidate.name not in wishes.hosts):
         return "not the requested host"
     if candidate.member is None:
         return "its gateway does not run"

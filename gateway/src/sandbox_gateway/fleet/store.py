@@ -128,6 +128,16 @@ def exists(key: str) -> Operation:
     return {"key": _encode(key), "target": "CREATE", "result": "GREATER", "create_revision": 0}
 
 
+def has_value(key: str, value: bytes) -> Operation:
+    """Compare: the key exists and has this value."""
+    return {
+        "key": _encode(key),
+        "target": "VALUE",
+        "result": "EQUAL",
+        "value": base64.b64encode(value).decode(),
+    }
+
+
 def put(key: str, value: bytes, lease: int = 0) -> Operation:
     return {"request_put": {"key": _encode(key), "value": base64.b64encode(value).decode(), "lease": lease}}
 

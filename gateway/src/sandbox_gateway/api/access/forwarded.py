@@ -21,7 +21,9 @@ REQUEST_HEADER = "x-sandbox-gateway-request"
 """The header with the id of a request, between gateways."""
 HOLD_HEADER = "x-sandbox-gateway-hold"
 """The header, between gateways, with the id of the fork whose share a request creates."""
-INTERNAL_HEADERS = frozenset({CALLER_HEADER, REQUEST_HEADER, HOLD_HEADER})
+PART_HEADER = "x-sandbox-gateway-part"
+"""The header, between gateways, of a request for the part of a plan session or of an applied run on another host."""
+INTERNAL_HEADERS = frozenset({CALLER_HEADER, REQUEST_HEADER, HOLD_HEADER, PART_HEADER})
 """The headers that only gateways send to each other. Those of a client are removed."""
 _CLIENT_REQUEST_HEADER = "x-request-id"
 _FORWARDED_KEY = "sandbox_gateway.forwarded"

@@ -18,6 +18,7 @@ from sandbox_gateway.api.access.auth import Keys, identify
 from sandbox_gateway.api.access.forwarded import (
     CALLER_HEADER,
     INTERNAL_HEADERS,
+    PART_HEADER,
     REQUEST_HEADER,
     assign_request_id,
     format_caller,
@@ -36,6 +37,8 @@ from sandbox_gateway.log import Logger
 
 HOST_HEADER = b"x-sandbox-host"
 """The header that names the host that has carried out a request."""
+PART_KEY = "sandbox_gateway.part"
+"""The key in an ASGI scope of the value of ``PART_HEADER`` for the other gateway."""
 _REPLACED_HEADERS = INTERNAL_HEADERS | {"x-api-key", "expect"}
 _RESPONSE_HEADERS_OF_THE_SERVER = frozenset({"date", "server", HOST_HEADER.decode()})
 
@@ -145,6 +148,8 @@ class Forwarder:
         forwarded.append((REQUEST_HEADER.encode(), assign_request_id(scope).encode()))
         if caller := identify(scope, self._keys):
             forwarded.append((CALLER_HEADER.encode(), format_caller(caller)))
+        if PART_KEY in scope:
+            forwarded.append((PART_HEADER.encode(), scope[PART_KEY]))
         return forwarded
 
     def _has_api_key(self, authorization: str) -> bool:

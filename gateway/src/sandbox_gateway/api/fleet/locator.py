@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Literal
 from urllib.parse import quote
 
@@ -97,10 +97,14 @@ class Locator:
         name = remove_default_tag(ref)
         template_id = parse_build_id(split_tag(name)[1])
         for candidate in dict.fromkeys((template_id, name) if template_id else (name,)):
-            holders = await self._fleet.directory.find_holders(candidate, _KINDS[kind])
+            holders = await self._look_up(candidate, _KINDS[kind])
             if others := [holder for holder in holders if holder.host != self._fleet.name]:
                 return others
         return []
+
+    async def _look_up(self, ref: str, kinds: Sequence[str]) -> Sequence[Holder]:
+        """Return the hosts with an object of one of ``kinds`` that has exactly this name or id."""
+        return await self._fleet.directory.find_holders(ref, kinds)
 
     def _rank(self, holder: Holder) -> tuple[bool, float, str]:
         """Return the order in which hosts with copies are asked: running ones first, and the newest template first."""

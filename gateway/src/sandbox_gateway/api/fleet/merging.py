@@ -44,15 +44,22 @@ class _List:
 
 
 async def merge_lists(
-    fleet: Fleet, route: Merged, target: bytes, headers: RawHeaders, local: Callable[[], Awaitable[Answer]]
+    fleet: Fleet,
+    route: Merged,
+    target: bytes,
+    local: Callable[[], Awaitable[Answer]],
+    address: Callable[[str], Awaitable[tuple[bytes, RawHeaders]]],
 ) -> Response:
-    """Return the merged lists of all hosts. ``local`` returns the list of this host.
+    """Return the merged lists of all hosts.
+
+    ``target``: path and query of the client's request. ``local`` returns the list of this host. ``address`` returns the
+    path, the query and the headers with which another host is asked.
 
     If a host refuses the request, its response is returned, because the others would refuse it, too. Raises
     HostUnavailable if the list is about one name, whose host does not answer: an empty list would say that it is free.
     """
     others = sorted(fleet.view.members.keys() - {fleet.name})
-    requests = [local(), *(_ask(fleet, host, target, headers) for host in others)]
+    requests = [local(), *(_ask(fleet, host, address) for host in others)]
     results = await asyncio.gather(*requests, return_exceptions=True)
     missing = {*fleet.view.list_absent_hosts()}
     answers: list[Answer] = []
@@ -87,7 +94,8 @@ async def merge_lists(
     return JSONResponse(entries, headers=response_headers)
 
 
-async def _ask(fleet: Fleet, host: str, target: bytes, headers: RawHeaders) -> Answer:
+async def _ask(fleet: Fleet, host: str, address: Callable[[str], Awaitable[tuple[bytes, RawHeaders]]]) -> Answer:
+    target, headers = await address(host)
     try:
         async with asyncio.timeout(_WHOLE_LIST_SECONDS):
             return await fleet.peers.request(host, "GET", target, headers, seconds=_LIST_SECONDS)

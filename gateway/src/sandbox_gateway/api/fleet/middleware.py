@@ -17,13 +17,14 @@ from starlette.datastructures import Headers
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from sandbox_gateway.api.access.auth import get_applied_run_id, get_plan_id
+from sandbox_gateway.api.access.auth import get_caller, get_plan_id
 from sandbox_gateway.api.access.forwarded import HOLD_HEADER, assign_request_id, is_forwarded
-from sandbox_gateway.api.fleet.forwarding import HOST_HEADER, Forwarder, get_target
+from sandbox_gateway.api.fleet.forwarding import HOST_HEADER, Forwarder, RawHeaders, get_target
 from sandbox_gateway.api.fleet.local import read_body, replay, run_locally
 from sandbox_gateway.api.fleet.locator import KNOWS_PATH, Locator
 from sandbox_gateway.api.fleet.merging import merge_events, merge_lists
-from sandbox_gateway.api.fleet.placing import Placer, find_ref, parse_object
+from sandbox_gateway.api.fleet.parts import RunPath, format_run_path, get_run_path
+from sandbox_gateway.api.fleet.placing import Placer, find_ref
 from sandbox_gateway.api.fleet.routes import (
     AllHolders,
     ByBody,
@@ -33,34 +34,81 @@ from sandbox_gateway.api.fleet.routes import (
     Kind,
     Merged,
     MergedStream,
+    OfRun,
     Placed,
     find_route,
 )
+from sandbox_gateway.api.fleet.runs import FleetRuns, add_prefix
 from sandbox_gateway.api.fleet.spreading import HOLDS_PATH
 from sandbox_gateway.engine.commit_gate import commit_gate
-from sandbox_gateway.errors import NotFound, Unsupported
+from sandbox_gateway.engine.plans.open_runs import derive_id
+from sandbox_gateway.errors import NotFound
 from sandbox_gateway.fleet.fleet import Fleet
 from sandbox_gateway.fleet.peers import Answer
 
 
 class FleetMiddleware:
-    def __init__(self, app: ASGIApp, fleet: Fleet, forwarder: Forwarder, locator: Locator) -> None:
+    def __init__(self, app: ASGIApp, fleet: Fleet, forwarder: Forwarder, locator: Locator, runs: FleetRuns) -> None:
         self.app = app
         self._fleet = fleet
         self._forwarder = forwarder
         self._locator = locator
-        self._placer = Placer(app, fleet, forwarder, locator)
+        self._runs = runs
+        self._placer = Placer(app, fleet, forwarder, runs)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             await self.app(scope, receive, send)
             return
-        send_with_host = self._name_host(send)
-        if is_forwarded(scope):
-            await self._carry_out(scope, receive, send_with_host)
+        send_with_host = self._name_host(scope, send)
+        if await self._runs.carry_out(self._carry_out, scope, receive, send_with_host):
             return
         assign_request_id(scope)
-        await self._dispatch(scope, receive, send_with_host)
+        route, parameters = find_route(scope["method"], scope["path"])
+        if path := get_run_path(scope):
+            await self._run_at_home(path, scope, receive, send_with_host)
+        elif isinstance(route, OfRun):
+            await self._run_of_run(route, parameters, scope, receive, send_with_host)
+        elif is_forwarded(scope):
+            await self._carry_out(scope, receive, send_with_host)
+        else:
+            await self._dispatch(scope, receive, send_with_host)
+
+    # -- runs -------------------------------------------------------------------------------------------------------
+
+    async def _run_at_home(self, path: RunPath, scope: Scope, receive: Receive, send: Send) -> None:
+        """Carry out a request in a run, at the gateway that has opened the run."""
+        home = self._fleet.name
+        if not is_forwarded(scope):
+            home = await self._runs.find_home(path, get_caller(scope).name)
+        if home != self._fleet.name:
+            await self._forwarder.forward(home, add_prefix(scope, format_run_path(path)), receive, send)
+            return
+        with self._runs.request(scope) as is_home:
+            if is_home:
+                await self._dispatch(scope, receive, send)
+            else:
+                await self.app(scope, receive, send)
+
+    async def _run_of_run(
+        self, route: OfRun, parameters: dict[str, str], scope: Scope, receive: Receive, send: Send
+    ) -> None:
+        """Open, show or end a run, at the gateway that has opened it, or that opens it now."""
+        owner, id, body = get_caller(scope).name, parameters.get("id", ""), None
+        if not id:
+            body = await read_body(receive)
+            name = find_ref(body, ("run",))
+            id = derive_id(owner, name) if name else ""
+        home = self._fleet.name
+        if id and not is_forwarded(scope):
+            home = await self._runs.find_home((route.kind, id), owner, may_open=body is not None)
+        try:
+            await self._run_on(home, scope, receive, send, body)
+        finally:
+            if body is not None:
+                self._runs.release_unopened((route.kind, id), owner)
+
+    # -- requests of other gateways ---------------------------------------------------------------------------------
 
     async def _carry_out(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Carry out a request that another gateway has sent."""
@@ -87,7 +135,7 @@ class FleetMiddleware:
 
         await self._fleet.holds.run(id, run)
 
-    def _name_host(self, send: Send) -> Send:
+    def _name_host(self, scope: Scope, send: Send) -> Send:
         """Add the header with the name of this host, unless the response is another host's."""
 
         async def send_with_host(message: Message) -> None:
@@ -95,13 +143,13 @@ class FleetMiddleware:
                 headers = message.setdefault("headers", [])
                 if not any(name == HOST_HEADER for name, _ in headers):
                     message = {**message, "headers": [*headers, (HOST_HEADER, self._fleet.name.encode())]}
+                message = self._runs.record_response(scope, message)
             await send(message)
 
         return send_with_host
 
     async def _dispatch(self, scope: Scope, receive: Receive, send: Send) -> None:
         route, parameters = find_route(scope["method"], scope["path"])
-        is_in_run = bool(get_plan_id(scope) or get_applied_run_id(scope))
         if isinstance(route, ByTransfer):
             await self._run_by_transfer(parameters["transfer"], scope, receive, send)
         elif isinstance(route, ByObject):
@@ -114,7 +162,7 @@ class FleetMiddleware:
             await self._run_by_body(route, parameters, scope, receive, send)
         elif isinstance(route, Merged):
             await self._run_merged(route, scope, receive, send)
-        elif isinstance(route, MergedStream) and not is_in_run:
+        elif isinstance(route, MergedStream) and get_run_path(scope) is None:
             await self._run_merged_stream(scope, receive, send)
         else:
             await self.app(scope, receive, send)
@@ -122,8 +170,11 @@ class FleetMiddleware:
     # -- one host ---------------------------------------------------------------------------------------------------
 
     async def _run_by_object(self, kind: Kind, ref: str, scope: Scope, receive: Receive, send: Send) -> None:
-        host = await self._locator.find_host(kind, ref, self._forwarder.build_headers(scope))
-        await self._run_on(host, scope, receive, send)
+        locator = self._runs.get_locator(scope)
+        host = await locator.find_host(kind, ref, self._forwarder.build_headers(scope))
+        # The body says how many ids a plan session needs there.
+        body = await read_body(receive) if get_plan_id(scope) and scope["method"] != "GET" else None
+        await self._run_on(host, scope, receive, send, body)
 
     async def _run_by_transfer(self, id: str, scope: Scope, receive: Receive, send: Send) -> None:
         host = self._fleet.name
@@ -136,8 +187,8 @@ class FleetMiddleware:
         if host == self._fleet.name:
             await self.app(scope, receive if body is None else replay(body, receive), send)
             return
-        _require_forwardable(scope, host)
-        await self._forwarder.forward(host, scope, receive, send, body)
+        addressed = await self._runs.address(scope, host, body)
+        await self._forwarder.forward(host, addressed, receive, send, body)
 
     async def _run_by_body(
         self,
@@ -148,27 +199,24 @@ class FleetMiddleware:
         send: Send,
     ) -> None:
         body = await read_body(receive)
-        is_in_run = bool(get_plan_id(scope) or get_applied_run_id(scope))
-        if isinstance(route, Placed) and is_in_run:
-            _require_no_placement(scope, body)
-        elif isinstance(route, Placed):
+        if isinstance(route, Placed):
             await self._placer.run(route, parameters, body, scope, receive, send)
             return
-        kind: Kind = "snapshot" if isinstance(route, Placed) else route.kind
+        kind, locator = route.kind, self._runs.get_locator(scope)
         ref = find_ref(body, route.fields) if route.fields else parameters["ref"]
         if kind == "volume":
             ref = ref.partition("@")[0]
         if isinstance(route, AllHolders) and ref:
-            holders = await self._locator.find_holders(kind, ref)
+            holders = await locator.find_holders(kind, ref)
             hosts = sorted({holder.host for holder in holders})
-            if self._locator.is_here(kind, ref):
+            if locator.is_here(kind, ref):
                 hosts.insert(0, self._fleet.name)
             if len(hosts) > 1:
                 await self._run_on_all(hosts, scope, receive, send, body)
                 return
         host = self._fleet.name
         if ref:
-            host = await self._locator.find_host(kind, ref, self._forwarder.build_headers(scope))
+            host = await locator.find_host(kind, ref, self._forwarder.build_headers(scope))
         await self._run_on(host, scope, receive, send, body)
 
     # -- several hosts ----------------------------------------------------------------------------------------------
@@ -177,7 +225,6 @@ class FleetMiddleware:
         """Let all hosts carry out a request. The response is the first error, or else that of the first host."""
         for host in hosts:
             if host != self._fleet.name:
-                _require_forwardable(scope, host)
                 self._fleet.peers.get_member(host)
         answers = [await self._ask(host, scope, receive, body) for host in hosts]
         # A copy may have been removed since the view was updated.
@@ -190,11 +237,17 @@ class FleetMiddleware:
     async def _ask(self, host: str, scope: Scope, receive: Receive, body: bytes) -> Answer:
         if host == self._fleet.name:
             return await run_locally(self.app, scope, replay(body, receive), host)
-        headers = self._forwarder.build_headers(scope)
-        return await self._fleet.peers.request(host, scope["method"], get_target(scope), headers, body, seconds=None)
+        target, headers = await self._address(scope, host, body)
+        answer = await self._fleet.peers.request(host, scope["method"], target, headers, body, seconds=None)
+        self._runs.record(scope, host, answer.headers)
+        return answer
+
+    async def _address(self, scope: Scope, host: str, body: bytes | None = None) -> tuple[bytes, RawHeaders]:
+        """Return the path, the query and the headers with which another host gets a request."""
+        addressed = await self._runs.address(scope, host, body)
+        return get_target(addressed), self._forwarder.build_headers(addressed)
 
     async def _run_merged(self, route: Merged, scope: Scope, receive: Receive, send: Send) -> None:
-        target, headers = get_target(scope), self._forwarder.build_headers(scope)
         if route.root_parameter:
             query = parse_qs(scope.get("query_string", b"").decode("latin-1"))
             if root := query.get(route.root_parameter, [""])[-1]:
@@ -204,16 +257,19 @@ class FleetMiddleware:
         async def run_here() -> Answer:
             return await run_locally(self.app, scope, receive, self._fleet.name)
 
-        response = await merge_lists(self._fleet, route, target, headers, run_here)
+        async def address(host: str) -> tuple[bytes, RawHeaders]:
+            return await self._address(scope, host)
+
+        response = await merge_lists(self._fleet, route, get_target(scope), run_here, address)
         await response(scope, receive, send)
 
     async def _run_by_root(self, ref: str, scope: Scope, receive: Receive, send: Send) -> None:
-        headers = self._forwarder.build_headers(scope)
+        headers, locator = self._forwarder.build_headers(scope), self._runs.get_locator(scope)
         kinds: tuple[Kind, ...] = ("sandbox", "snapshot")
         host = self._fleet.name
-        if not any(self._locator.is_here(kind, ref) for kind in kinds):
+        if not any(locator.is_here(kind, ref) for kind in kinds):
             for kind in kinds:
-                host = await self._locator.find_host(kind, ref, headers)
+                host = await locator.find_host(kind, ref, headers)
                 if host != self._fleet.name:
                     break
         await self._run_on(host, scope, receive, send)
@@ -265,28 +321,3 @@ async def _prepend(first_piece: bytes, pieces: AsyncGenerator[bytes, None]) -> A
         yield first_piece
         async for piece in pieces:
             yield piece
-
-
-def _require_forwardable(scope: Scope, host: str) -> None:
-    """Raise Unsupported if a request of a plan session or an applied run changes an object of another host.
-
-    Reading is possible: what a run does not change is what it is.
-    """
-    if (noun := _describe_run(scope)) and scope["method"] != "GET":
-        raise Unsupported(
-            f"the object is on host {host!r}, but a {noun} can change only the host of its own gateway: use the "
-            f"gateway of {host!r} for this task"
-        )
-
-
-def _require_no_placement(scope: Scope, body: bytes) -> None:
-    if (parse_object(body) or {}).get("placement") is not None:
-        raise Unsupported(
-            f"placement: not supported in a {_describe_run(scope)}, whose sandboxes are all on the host of its own "
-            "gateway: make this request outside of it (in Ansible, run the task without check mode and without a "
-            "plan), or omit this field and use the gateway of the host that you want"
-        )
-
-
-def _describe_run(scope: Scope) -> str:
-    return "plan session" if get_plan_id(scope) else "run that applies a plan" if get_applied_run_id(scope) else ""

@@ -17,11 +17,13 @@ from sandbox_gateway.api.body import MAX_FORKS
 from sandbox_gateway.api.fleet.forwarding import Forwarder, get_target
 from sandbox_gateway.api.fleet.local import replay, run_locally
 from sandbox_gateway.api.fleet.locator import Locator
+from sandbox_gateway.api.fleet.parts import LoadChange
 from sandbox_gateway.api.fleet.routes import Placed
+from sandbox_gateway.api.fleet.runs import FleetRuns
 from sandbox_gateway.api.fleet.spreading import spread
 from sandbox_gateway.api.native.requests import Placement
 from sandbox_gateway.engine.commit_gate import commit_gate
-from sandbox_gateway.errors import GatewayError, NoSpace, Unsupported
+from sandbox_gateway.errors import GatewayError, Invalid, NoSpace, Unsupported
 from sandbox_gateway.fleet.fleet import Fleet
 from sandbox_gateway.fleet.peers import Answer
 from sandbox_gateway.fleet.placement import Candidate, Strategy, Wishes, place
@@ -29,11 +31,11 @@ from sandbox_gateway.fleet.records import Holder, describe_object
 
 
 class Placer:
-    def __init__(self, app: ASGIApp, fleet: Fleet, forwarder: Forwarder, locator: Locator) -> None:
+    def __init__(self, app: ASGIApp, fleet: Fleet, forwarder: Forwarder, runs: FleetRuns) -> None:
         self._app = app
         self._fleet = fleet
         self._forwarder = forwarder
-        self._locator = locator
+        self._runs = runs
 
     async def run(
         self, route: Placed, parameters: Mapping[str, str], body: bytes, scope: Scope, receive: Receive, send: Send
@@ -41,13 +43,18 @@ class Placer:
         """Carry out a request that creates sandboxes. An invalid one is left to this gateway's route to refuse."""
         data = parse_object(body) if body else {}
         wishes = data is not None and _parse_wishes(data)
+        if data is not None and wishes and wishes.hosts:
+            data = _group_names_by_host(data, wishes.hosts)
+            body = json.dumps(data).encode()
         ref = find_ref(body, route.fields) if route.fields else parameters["ref"]
-        holders = await self._list_holders(ref)
+        holders = await self._list_holders(ref, self._runs.get_locator(scope))
         count = _count_sandboxes(data) if data is not None else 0
         if data is None or not wishes or not holders or not count:
             await self._app(scope, replay(body, receive), send)
             return
-        candidates = [self._create_candidate(holder.host) for holder in sorted(holders, key=lambda each: each.host)]
+        hosts = sorted(holder.host for holder in holders)
+        changes = await self._runs.find_load_changes(scope, hosts)
+        candidates = [self._create_candidate(host, changes.get(host)) for host in hosts]
         shares = place(count, candidates, wishes, self._choose_local(scope, candidates))
         if len(shares) == 1:
             (host,) = shares
@@ -66,12 +73,12 @@ class Placer:
         response = await spread(self._fleet, data, shares, self._forwarder.build_headers(scope), ask)
         await response(scope, receive, send)
 
-    async def _list_holders(self, ref: str) -> list[Holder]:
+    async def _list_holders(self, ref: str, locator: Locator) -> list[Holder]:
         """Return the hosts with the snapshot. If templates with this name differ, only those with the newest one."""
         if not ref:
             return []
-        holders = await self._locator.find_holders("snapshot", ref)
-        if own := self._locator.find_own_snapshot(ref):
+        holders = await locator.find_holders("snapshot", ref)
+        if own := locator.find_own_snapshot(ref):
             record = describe_object(own)
             if record is None:
                 return []
@@ -81,9 +88,18 @@ class Placer:
             holders = [holder for holder in holders if holder.content == newest.content]
         return holders
 
-    def _create_candidate(self, name: str) -> Candidate:
+    def _create_candidate(self, name: str, change: LoadChange | None) -> Candidate:
+        """``change``: how the plan session of the request changes the load of the host, if there is one."""
         view = self._fleet.view
-        return Candidate(name, view.members.get(name), view.hosts.get(name), view.reserved_memory.get(name, 0))
+        member = view.members.get(name)
+        if member is not None and change is not None:
+            load = member.load
+            planned_load = {
+                "memory_free": load.memory_free + change.freed_memory,
+                "sandboxes": load.sandboxes + change.new_sandboxes,
+            }
+            member = member.model_copy(update={"load": load.model_copy(update=planned_load)})
+        return Candidate(name, member, view.hosts.get(name), view.reserved_memory.get(name, 0))
 
     def _choose_local(self, scope: Scope, candidates: Sequence[Candidate]) -> str:
         """Return the host to prefer. Requests with the same idempotency key prefer the same one at every gateway."""
@@ -110,7 +126,8 @@ class Placer:
             if host == self._fleet.name:
                 await self._app({**scope}, replay(body, receive), attempt.send)
             else:
-                await self._forwarder.forward(host, scope, receive, attempt.send, body)
+                addressed = await self._runs.address(scope, host, body)
+                await self._forwarder.forward(host, addressed, receive, attempt.send, body)
             if not attempt.next_host:
                 return
             host, candidates = attempt.next_host, others
@@ -126,14 +143,17 @@ class Placer:
         return hosts[0] if len(hosts) == 1 else ""
 
     async def _ask_for_share(self, host: str, share: bytes, id: str, scope: Scope, receive: Receive) -> Answer:
-        headers = [
+        kept_headers = [
             (name, value) for name, value in scope["headers"] if name not in (b"content-length", b"transfer-encoding")
         ]
-        share_scope = {**scope, "headers": [*headers, (b"content-length", str(len(share)).encode())]}
+        share_scope = {**scope, "headers": [*kept_headers, (b"content-length", str(len(share)).encode())]}
         if host != self._fleet.name:
-            forwarded = [*self._forwarder.build_headers(share_scope), (HOLD_HEADER.encode(), id.encode())]
-            target = get_target(scope)
-            return await self._fleet.peers.request(host, scope["method"], target, forwarded, share, seconds=None)
+            addressed = await self._runs.address(share_scope, host, share)
+            headers = [*self._forwarder.build_headers(addressed), (HOLD_HEADER.encode(), id.encode())]
+            target = get_target(addressed)
+            answer = await self._fleet.peers.request(host, scope["method"], target, headers, share, seconds=None)
+            self._runs.record(scope, host, answer.headers)
+            return answer
         answers: list[Answer] = []
 
         async def run(gate: Callable[[], Awaitable[None]]) -> None:
@@ -181,7 +201,28 @@ def _parse_wishes(data: Mapping[str, Any]) -> Wishes | None:
     except ValidationError:
         return None
     default: Strategy = "local" if _count_sandboxes(data) == 1 else "spread"
-    return Wishes(placement.host or "", placement.labels, placement.strategy or default, placement.anti_affinity)
+    return Wishes(
+        placement.host or "",
+        placement.labels,
+        placement.strategy or default,
+        placement.anti_affinity,
+        placement.hosts or (),
+    )
+
+
+def _group_names_by_host(data: Mapping[str, Any], hosts: Sequence[str]) -> dict[str, Any]:
+    """Return a request whose names are in the order of its hosts, because each host gets a series of names.
+
+    ``hosts``: the host of each sandbox. Raises Invalid if there is not exactly one for each.
+    """
+    if _count_sandboxes(data) != len(hosts):
+        raise Invalid("placement.hosts must contain one host for each new sandbox")
+    names = data.get("names")
+    if not isinstance(names, list):
+        return dict(data)
+    order = {host: number for number, host in enumerate(dict.fromkeys(hosts))}
+    pairs = sorted(zip(hosts, names, strict=True), key=lambda pair: order[pair[0]])
+    return {**data, "names": [name for _, name in pairs]}
 
 
 def _count_sandboxes(data: Mapping[str, Any]) -> int:

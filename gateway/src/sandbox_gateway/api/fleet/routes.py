@@ -18,6 +18,13 @@ class Local:
 
 
 @dataclass(frozen=True)
+class OfRun:
+    """Carried out by the gateway that has opened a run; here, if it opens one. The path or the body identifies it."""
+
+    kind: Literal["plans", "applied-runs"]
+
+
+@dataclass(frozen=True)
 class ByObject:
     """Carried out by the host of an object."""
 
@@ -81,7 +88,7 @@ class MergedStream:
     """The events of all hosts."""
 
 
-RouteClass = Local | ByObject | ByTransfer | ByBody | ByQuery | AllHolders | Placed | Merged | MergedStream
+RouteClass = Local | OfRun | ByObject | ByTransfer | ByBody | ByQuery | AllHolders | Placed | Merged | MergedStream
 
 _SANDBOX, _SNAPSHOT = ByObject("sandbox"), ByObject("snapshot")
 _TEMPLATE, _VOLUME = ByObject("template"), ByObject("volume")
@@ -97,14 +104,14 @@ ROUTES: dict[tuple[str, str], RouteClass] = {
     ("GET", "/fleet"): Local(),
     ("PATCH", "/fleet/hosts/{host}"): Local(),
     ("DELETE", "/fleet/hosts/{host}"): Local(),
-    # Plan sessions and applied runs, which predict and record the changes of one host
-    ("POST", "/plans"): Local(),
-    ("GET", "/plans"): Local(),
-    ("GET", "/plans/{id}"): Local(),
-    ("DELETE", "/plans/{id}"): Local(),
-    ("POST", "/applied-runs"): Local(),
-    ("GET", "/applied-runs"): Local(),
-    ("DELETE", "/applied-runs/{id}"): Local(),
+    # Plan sessions and applied runs, which have one home
+    ("POST", "/plans"): OfRun("plans"),
+    ("GET", "/plans"): Merged("openedAt", "planID", is_paged=False),
+    ("GET", "/plans/{id}"): OfRun("plans"),
+    ("DELETE", "/plans/{id}"): OfRun("plans"),
+    ("POST", "/applied-runs"): OfRun("applied-runs"),
+    ("GET", "/applied-runs"): Merged("openedAt", "runID", is_paged=False),
+    ("DELETE", "/applied-runs/{id}"): OfRun("applied-runs"),
     # New objects that need nothing of other hosts
     ("POST", "/snapshots/import"): Local(),
     ("GET", "/interrupted-imports"): Local(),

@@ -56,7 +56,7 @@ def _describe_session(request: Request, session: PlanSession) -> shapes.PlanShap
     return shapes.PlanShape(
         plan_id=session.id,
         opened_at=session.opened_at,
-        objects=session.id_count,
+        objects=session.id_count + session.part_id_count,
         gateway_id=session.engine.secret.gateway_id,
         may_change=get_caller(request.scope).permission >= Permission.ADMIN,
         typical=_compute_typical_costs(session),

@@ -222,6 +222,13 @@ class Placement(NativeBody):
         "local for one sandbox, spread for several.",
     )
     anti_affinity: bool = Field(False, description="Each sandbox of the request on a host of its own.")
+    hosts: list[Name] | None = Field(
+        None,
+        min_length=1,
+        max_length=MAX_FORKS,
+        description="The host of each sandbox, in the order of `names`, instead of hosts that `strategy` chooses. The "
+        "other fields apply as well.",
+    )
 
 
 class ForkBody(Sizes):

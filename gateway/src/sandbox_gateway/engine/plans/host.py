@@ -78,6 +78,14 @@ class PlannedHost:
     async def room(self) -> Room:
         return await self._room.read()
 
+    async def compute_freed_memory(self) -> int:
+        """Return the memory, in bytes, that the session frees on the host; it is negative if the session needs more."""
+        return await self._room.compute_freed_memory()
+
+    def count_sandboxes(self) -> int:
+        """Return the number of sandboxes of the real host."""
+        return len(self._engine.index.sandboxes)
+
     def storage_commands(self) -> None:
         """Return None, because a planned host does not run commands."""
 

@@ -4,22 +4,29 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import secrets
 from collections import Counter
 from collections.abc import Iterator
 from typing import Generic, Protocol, TypeVar
 
 _MAX_ENDED_IDS = 10_000
+_PART_FACTOR = 2
+"""A part of a run may be idle for longer than the run itself, whose requests reach the part only now and then."""
 
 
 class OpenRun(Protocol):
-    """An open run.
+    """An open run, or the part of a run that another gateway of a fleet needs on this host.
 
     ``owner``: the name of an API key. ``used_at``: the time of the last request, by the event loop's clock.
+    ``token``: distinguishes it from other runs with the same id. ``home``: for a part, the token of its run; otherwise
+    empty.
     """
 
     id: str
     owner: str
     used_at: float
+    token: str
+    home: str
 
 
 _Run = TypeVar("_Run", bound=OpenRun)
@@ -57,7 +64,12 @@ class OpenRuns(Generic[_Run]):
         return run.used_at <= asyncio.get_running_loop().time() - seconds
 
     def list_idle_runs(self, seconds: float) -> list[_Run]:
-        return [run for run in self if self.is_idle(run, seconds)]
+        """Return the runs that have not been used for ``seconds``, or for ``_PART_FACTOR`` times as long as a part."""
+        return [run for run in self if self.is_idle(run, seconds * (_PART_FACTOR if run.home else 1))]
+
+    def find_next_idle_time(self, seconds: float) -> float:
+        """Return when the next run will be in ``list_idle_runs``. There must be at least one run."""
+        return min(run.used_at + seconds * (_PART_FACTOR if run.home else 1) for run in self)
 
     def remove(self, run: _Run) -> None:
         del self._runs[run.id]
@@ -68,6 +80,11 @@ class OpenRuns(Generic[_Run]):
     def has_ended(self, id: str) -> bool:
         """Return whether a run with this id has ended. It must not continue, because its state is lost."""
         return id in self._ended_ids
+
+
+def create_token() -> str:
+    """Return the token of a new run."""
+    return secrets.token_hex(8)
 
 
 def derive_id(owner: str, run: str) -> str:

@@ -46,14 +46,10 @@ class PlannedRoom:
     async def read(self) -> Room:
         """Return the room that the run would find."""
         room = await self._host.room()
-        memory_bytes = -len(self._started_instances) * MACHINE_START_BYTES
+        memory_bytes = await self.compute_freed_memory()
         disk_bytes = self._removed_disk_bytes
         for machine in self._stopped_machines.values():
-            usage = await self._measure(machine)
-            # The machine may have stopped in the meantime. Its memory is then already free.
-            if not self._host.end_reason(machine.sandbox):
-                memory_bytes += max(usage.memory_bytes, MACHINE_START_BYTES)
-            disk_bytes += usage.disk_bytes if machine.frees_disk else 0
+            disk_bytes += (await self._measure(machine)).disk_bytes if machine.frees_disk else 0
         image_bytes = self._removed_image_bytes - len(self._image_ids) * self._image_bytes
         memory_disk = room.memory_disk
         if memory_disk is None:
@@ -66,6 +62,16 @@ class PlannedRoom:
             memory_free=_clamp(room.memory_free + memory_bytes, room.memory_total),
             memory_disk=memory_disk,
         )
+
+    async def compute_freed_memory(self) -> int:
+        """Return the memory, in bytes, that the session's machines free; it is negative if they need more."""
+        memory_bytes = -len(self._started_instances) * MACHINE_START_BYTES
+        for machine in self._stopped_machines.values():
+            usage = await self._measure(machine)
+            # The machine may have stopped in the meantime. Its memory is then already free.
+            if not self._host.end_reason(machine.sandbox):
+                memory_bytes += max(usage.memory_bytes, MACHINE_START_BYTES)
+        return memory_bytes
 
     async def _measure(self, machine: _StoppedMachine) -> Usage:
         if machine.usage is None:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from datetime import datetime
 
 from sandbox_gateway.engine.own_changes import OwnChanges
-from sandbox_gateway.engine.plans.open_runs import OpenRuns, derive_id, find_largest_owner
+from sandbox_gateway.engine.plans.open_runs import OpenRuns, create_token, derive_id, find_largest_owner
 from sandbox_gateway.errors import Busy, Gone
 from sandbox_gateway.records import now
 
@@ -22,13 +23,18 @@ _REMEDY = "Make a new plan with a check-mode run"
 
 @dataclass
 class AppliedRun:
-    """A run that applies a plan. ``owner``: the name of its API key."""
+    """The changes on this host by a run that applies a plan.
+
+    ``owner``: the name of its API key. ``home``: see ``OpenRun``.
+    """
 
     id: str
     owner: str
+    home: str = ""
     opened_at: datetime = field(default_factory=now)
     used_at: float = 0.0
     """The time of the run's last request, by the event loop's clock."""
+    token: str = field(default_factory=create_token)
     changes: OwnChanges = field(default_factory=OwnChanges)
 
 
@@ -37,6 +43,8 @@ class AppliedRuns:
 
     def __init__(self) -> None:
         self._runs: OpenRuns[AppliedRun] = OpenRuns()
+        self.end_listener: Callable[[AppliedRun], None] = lambda _run: None
+        """Called with each run that has ended."""
 
     def open(self, owner: str, name: str) -> AppliedRun:
         """Return the run with this name, and open it if it does not exist. ``name``: a name that only this run uses.
@@ -46,8 +54,8 @@ class AppliedRuns:
         id = derive_id(owner, name)
         self._end_idle_runs()
         run = self._runs.find(owner, id)
-        if run is None:
-            if self._runs.has_ended(id):
+        if run is None or run.home:
+            if run is not None or self._runs.has_ended(id):
                 raise Gone(
                     f"the gateway has discarded this run, because it sent no request for a long time: {_REMEDY.lower()}"
                 )
@@ -60,13 +68,52 @@ class AppliedRuns:
         self._end_idle_runs()
         return self._runs.touch(self._find(owner, id))
 
-    def list(self, owner: str) -> list[AppliedRun]:
+    def open_part(self, owner: str, id: str, home: str) -> AppliedRun:
+        """Return the part of another gateway's run on this host, and open it if it does not exist.
+
+        ``home``: the token of that run. Raises Busy if there are too many runs, and Gone if the part has ended, or
+        belongs to another run with this name.
+        """
         self._end_idle_runs()
-        return self._runs.list_by_owner(owner)
+        run = self._runs.find(owner, id)
+        if run is None and not self._runs.has_ended(id):
+            self._make_room(owner)
+            run = AppliedRun(id, owner, home)
+        if run is None or run.home != home:
+            raise Gone(f"the run has ended, or has been opened at two gateways of the fleet. {_REMEDY}")
+        return self._runs.touch(run)
+
+    def find_part(self, owner: str, id: str, home: str) -> AppliedRun | None:
+        """Return the part of another gateway's run, which then stays open, or None if it has ended."""
+        self._end_idle_runs()
+        run = self._runs.find(owner, id)
+        return self._runs.touch(run) if run is not None and run.home == home else None
+
+    def find(self, owner: str, id: str) -> AppliedRun | None:
+        """Return an open run of this gateway, but not a part of another gateway's run."""
+        run = self._runs.find(owner, id)
+        return run if run is not None and not run.home else None
+
+    def has_ended(self, id: str) -> bool:
+        return self._runs.has_ended(id)
+
+    def end_part(self, owner: str, id: str, home: str) -> None:
+        """End the part of another gateway's run, if it is open."""
+        if (part := self.find_part(owner, id, home)) is not None:
+            self._end(part)
+
+    def list(self, owner: str) -> list[AppliedRun]:
+        """Return the runs of a key, without the parts of other gateways' runs."""
+        self._end_idle_runs()
+        return [run for run in self._runs.list_by_owner(owner) if not run.home]
 
     def close(self, owner: str, id: str) -> None:
         """End a run. Raises Gone."""
-        self._runs.remove(self._find(owner, id))
+        self._end(self._find(owner, id))
+
+    def _end(self, run: AppliedRun) -> None:
+        self._runs.remove(run)
+        self.end_listener(run)
 
     def _find(self, owner: str, id: str) -> AppliedRun:
         run = self._runs.find(owner, id)
@@ -93,8 +140,8 @@ class AppliedRuns:
                 f"the limit of {limit} has been reached: wait until another run has finished, or end one with "
                 "DELETE /applied-runs/{id}"
             )
-        self._runs.remove(oldest_run)
+        self._end(oldest_run)
 
     def _end_idle_runs(self) -> None:
         for run in self._runs.list_idle_runs(IDLE_SECONDS):
-            self._runs.remove(run)
+            self._end(run)

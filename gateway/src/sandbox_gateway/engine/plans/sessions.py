@@ -9,11 +9,12 @@ from dataclasses import dataclass, field
 from datetime import datetime
 from itertools import islice
 
+from sandbox_gateway.engine.claims import Claims
 from sandbox_gateway.engine.engine import Engine
 from sandbox_gateway.engine.own_changes import OwnChanges
 from sandbox_gateway.engine.plans.agent import PlannedAgents
 from sandbox_gateway.engine.plans.host import PlannedHost
-from sandbox_gateway.engine.plans.open_runs import OpenRuns, derive_id, find_largest_owner
+from sandbox_gateway.engine.plans.open_runs import OpenRuns, create_token, derive_id, find_largest_owner
 from sandbox_gateway.errors import Busy, Gone, NotFound, OverQuota
 from sandbox_gateway.records import PLANNED_PREFIX, Snapshot, SnapshotKind, now
 
@@ -21,6 +22,8 @@ MAX_SESSIONS = 32
 MAX_SESSIONS_PER_KEY = 16
 MAX_IDS = 10_000
 """Maximum number of ids that a session creates. An object needs one or two."""
+_MAX_NUMBER = 0xFFFF
+"""The largest number that a planned id can end in."""
 MAX_BYTES_PER_SESSION = 64 << 20
 """Maximum memory for the records that a session has saved, and the bodies of its requests.
 
@@ -36,29 +39,67 @@ MIN_IDLE_SECONDS = 30.0
 
 @dataclass
 class PlanSession:
-    """The changes that one run would make. ``owner``: the name of the API key that opened it."""
+    """The changes that one run would make, on this host.
+
+    ``owner``: the name of the API key that opened it. ``home``: see ``OpenRun``.
+    """
 
     id: str
     owner: str
+    home: str = ""
     engine: Engine = field(init=False)
     opened_at: datetime = field(default_factory=now)
     used_at: float = 0.0
     """The time of the last request in this session, by the event loop's clock."""
+    token: str = field(default_factory=create_token)
     id_count: int = 0
+    """How many ids it has created."""
+    part_id_count: int = 0
+    """How many ids its parts on other hosts have created."""
+    last_number: int = 0
+    """The largest number that the ids of this session, or of its parts on other hosts, can end in so far."""
+    allotted_numbers: Sequence[range] = ()
+    """For a part: the numbers of its ids, in the order of their use."""
     size: int = 0
     """The memory that counts toward the limits, in bytes."""
     changes: OwnChanges = field(default_factory=OwnChanges)
     recent_captures: Sequence[Snapshot] = ()
     """The newest snapshots when the session was opened, from which the costs of new ones are estimated."""
 
+    async def compute_load_change(self) -> tuple[int, int]:
+        """Return how much memory the session frees on this host, in bytes, and how many sandboxes it adds.
+
+        Both can be negative.
+        """
+        host = self.engine.host
+        assert isinstance(host, PlannedHost)
+        return await host.compute_freed_memory(), len(self.engine.index.sandboxes) - host.count_sandboxes()
+
     def new_id(self) -> str:
         """Return the next id of an object that exists only in this session. Raises OverQuota."""
-        if self.id_count >= MAX_IDS:
+        number = self._find_allotted_number() if self.home else self.allot_numbers(1)[0]
+        self.id_count += 1
+        return f"{PLANNED_PREFIX}{number:04x}"
+
+    def _find_allotted_number(self) -> int:
+        """Return the number of a part's next id."""
+        index = self.id_count
+        for numbers in self.allotted_numbers:
+            if index < len(numbers):
+                return numbers[index]
+            index -= len(numbers)
+        raise OverQuota(
+            "the request would create more objects than a plan session can have on another host at once: split the task"
+        )
+
+    def allot_numbers(self, count: int) -> range:
+        """Return numbers that only the caller may use for ids, such as a part of this session. Raises OverQuota."""
+        if self.id_count + self.part_id_count >= MAX_IDS or self.last_number + count > _MAX_NUMBER:
             raise OverQuota(
                 f"the plan would create more than {MAX_IDS} objects: split the play, or run parts of it with --limit"
             )
-        self.id_count += 1
-        return f"{PLANNED_PREFIX}{self.id_count:04x}"
+        self.last_number += count
+        return range(self.last_number - count + 1, self.last_number + 1)
 
 
 class PlanSessions:
@@ -68,6 +109,10 @@ class PlanSessions:
         self._engine = engine
         self._sessions: OpenRuns[PlanSession] = OpenRuns()
         self._timer: asyncio.TimerHandle | None = None
+        self.create_claims: Callable[[PlanSession], Claims] | None = None
+        """In a fleet: returns the object with which a new session claims names on all hosts."""
+        self.end_listener: Callable[[PlanSession], None] = lambda _session: None
+        """Called with each session that has ended."""
 
     def open(self, owner: str, run: str) -> PlanSession:
         """Return the session of a run, and open it if it does not exist. ``run``: a name that only this run uses.
@@ -77,17 +122,58 @@ class PlanSessions:
         """
         id = derive_id(owner, run)
         self._end_idle_sessions()
-        if (open_session := self._sessions.find(owner, id)) is not None:
+        if (open_session := self._sessions.find(owner, id)) is not None and not open_session.home:
             return self._touch(open_session)
-        if self._sessions.has_ended(id):
+        if open_session is not None or self._sessions.has_ended(id):
             raise Gone(
                 "the plan session of this run has ended, because it was idle or was closed to make room for other "
                 "runs: start the check-mode run again"
             )
+        return self._open(id, owner)
+
+    def open_part(self, owner: str, id: str, home: str) -> PlanSession:
+        """Return the part of another gateway's session on this host, and open it if it does not exist.
+
+        ``home``: the token of that session. Raises Busy if there are too many sessions, and Gone if the part has ended,
+        or belongs to another session of the same run.
+        """
+        self._end_idle_sessions()
+        session = self._sessions.find(owner, id)
+        if session is None and not self._sessions.has_ended(id):
+            return self._open(id, owner, home)
+        if session is None or session.home != home:
+            raise Gone(
+                "the plan session of this run has ended, or has been opened at two gateways of the fleet: start the "
+                "check-mode run again"
+            )
+        return self._touch(session)
+
+    def find_part(self, owner: str, id: str, home: str) -> PlanSession | None:
+        """Return the part of another gateway's session, which then stays open, or None if it has ended."""
+        self._end_idle_sessions()
+        session = self._sessions.find(owner, id)
+        return self._touch(session) if session is not None and session.home == home else None
+
+    def find(self, owner: str, id: str) -> PlanSession | None:
+        """Return an open session of this gateway, but not a part of another gateway's session."""
+        session = self._sessions.find(owner, id)
+        return session if session is not None and not session.home else None
+
+    def has_ended(self, id: str) -> bool:
+        return self._sessions.has_ended(id)
+
+    def end_part(self, owner: str, id: str, home: str) -> None:
+        """End the part of another gateway's session, if it is open."""
+        if (part := self.find_part(owner, id, home)) is not None:
+            self._end(part)
+
+    def _open(self, id: str, owner: str, home: str = "") -> PlanSession:
         self._make_room(owner, count=1)
         recent_captures = [*islice(self._engine.index.walk_snapshots([SnapshotKind.SNAPSHOT], backwards=True), 20)]
-        session = PlanSession(id, owner, recent_captures=recent_captures)
+        session = PlanSession(id, owner, home, recent_captures=recent_captures)
         session.engine = self._copy_engine(recent_captures, lambda size: self.charge(session, size))
+        if self.create_claims is not None:
+            session.engine.use_claims(self.create_claims(session))
         return self._touch(session)
 
     def charge(self, session: PlanSession, size: int) -> None:
@@ -146,8 +232,9 @@ class PlanSessions:
         return session
 
     def list(self, owner: str) -> list[PlanSession]:
+        """Return the sessions of a key, without the parts of other gateways' sessions."""
         self._end_idle_sessions()
-        return self._sessions.list_by_owner(owner)
+        return [session for session in self._sessions.list_by_owner(owner) if not session.home]
 
     async def close(self, owner: str, id: str) -> None:
         """End a session. Raises NotFound."""
@@ -172,11 +259,10 @@ class PlanSessions:
         return engine
 
     def _schedule(self) -> None:
-        """Schedule the end of the least recently used session."""
+        """Schedule the end of the session that will be idle for too long first."""
         if self._timer is None and self._sessions:
             loop = asyncio.get_running_loop()
-            oldest_session = next(iter(self._sessions))
-            self._timer = loop.call_at(oldest_session.used_at + IDLE_SECONDS, self._on_timer)
+            self._timer = loop.call_at(self._sessions.find_next_idle_time(IDLE_SECONDS), self._on_timer)
 
     def _on_timer(self) -> None:
         self._timer = None
@@ -189,6 +275,7 @@ class PlanSessions:
 
     def _end(self, session: PlanSession) -> asyncio.Task[None]:
         self._sessions.remove(session)
+        self.end_listener(session)
         return self._engine.background.start(session.engine.background.cancel())
 
 
