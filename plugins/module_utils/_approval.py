@@ -22,6 +22,7 @@ from ansible_collections.grove.sandbox.plugins.module_utils._client import PLANN
 from ansible_collections.grove.sandbox.plugins.module_utils._failure import Failure
 from ansible_collections.grove.sandbox.plugins.module_utils._plan import (
     ARCHIVES_KEY,
+    HOSTS_KEY,
     LOGIN_KEY,
     SANDBOX,
     SNAPSHOT,
@@ -465,6 +466,13 @@ class Approval:
             else _create_unplanned_error(f"the plan does not contain this task's changes ({verbs})")
         )
 
+    def find_hosts(self, names: Iterable[str]) -> dict[str, str]:
+        """Return the hosts of new sandboxes in the entry of the task, by the names that they have in this run."""
+        actions = self._approved_entry["actions"] if self._approved_entry is not None else ()
+        hosts = {name: host for each in actions for name, host in each["request"].get(HOSTS_KEY, {}).items()}
+        planned_names = {name: insert_planned_ids(name, self.bindings) for name in names}
+        return {name: hosts[planned] for name, planned in planned_names.items() if planned in hosts}
+
     def list_unneeded_names(self, entry: Entry, actions: Sequence[Action]) -> list[str]:
         """Return the names of the objects that the entry captures or rolls back, but for which the task has no actions.
 
@@ -870,7 +878,7 @@ def _match_actions(planned: Sequence[Mapping[str, Any]], actual: Sequence[Action
         ignored_keys = _UNKNOWABLE_VIEW_KEYS if verb in _TIMEOUT_VERBS else {*_UNKNOWABLE_VIEW_KEYS, "timeout"}
         for planned_change, change in zip(planned_changes, action.changes):
             matching.check_value(planned_change["after"], change.after, f"{verb} {change.name}", ignored_keys)
-        ignored_request_keys = {*_UNPLANNED_REQUEST_KEYS, *_OVERWRITTEN_KEYS}
+        ignored_request_keys = {*_UNPLANNED_REQUEST_KEYS, *_OVERWRITTEN_KEYS, HOSTS_KEY}
         matching.check_value(planned_action["request"], action.request, f"{verb} request", ignored_request_keys)
 
 

@@ -6,14 +6,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from ansible_collections.grove.sandbox.plugins.module_utils._client import PAGE_SIZE
 from ansible_collections.grove.sandbox.plugins.module_utils._failure import Failure
 from ansible_collections.grove.sandbox.plugins.module_utils._fields import PLACEMENT_FIELDS
-from ansible_collections.grove.sandbox.plugins.module_utils._plan import stringify_values
+from ansible_collections.grove.sandbox.plugins.module_utils._plan import HOSTS_KEY, Action, stringify_values
 from ansible_collections.grove.sandbox.plugins.module_utils._shapes import HOST_KEY
 
 if TYPE_CHECKING:
@@ -64,6 +64,39 @@ def check_placement(placement: Placement | None, source: Mapping[str, Any]) -> N
             "fleets: remove this option, or upgrade the gateway and add the section [fleet] to its configuration",
             "unsupported",
         )
+
+
+def add_planned_hosts(actions: Iterable[Action], shapes: Mapping[str, Mapping[str, Any]]) -> list[Action]:
+    """Return the actions of a check-mode run with the hosts that the gateway has chosen, for the plan file.
+
+    ``shapes``: the sandboxes after the actions, by name.
+    """
+    return [
+        replace(action, request={**action.request, HOSTS_KEY: hosts})
+        if (hosts := _find_hosts(action, shapes))
+        else action
+        for action in actions
+    ]
+
+
+def _find_hosts(action: Action, shapes: Mapping[str, Mapping[str, Any]]) -> dict[str, str]:
+    if "placement" not in (action.request.get("body") or {}):
+        return {}
+    names = [change.name for change in action.changes]
+    return {name: shapes[name][HOST_KEY] for name in names if HOST_KEY in shapes.get(name, ())}
+
+
+def place_as_planned(action: Action, hosts: Mapping[str, str]) -> Action:
+    """Return an action whose new sandboxes get the hosts that the plan contains. ``hosts``: by the name of the sandbox.
+
+    If a host can no longer take its sandboxes, the gateway refuses the request.
+    """
+    body = action.request.get("body") or {}
+    names = body.get("names") or [body.get("name")]
+    if "placement" not in body or any(name not in hosts for name in names):
+        return action
+    placement = {**body["placement"], "hosts": [hosts[name] for name in names]}
+    return replace(action, request={**action.request, "body": {**body, "placement": placement}})
 
 
 def find_copies(client: Client, ref: str, entry: Mapping[str, Any]) -> frozenset[str]:

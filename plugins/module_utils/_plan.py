@@ -29,6 +29,8 @@ LOGIN_KEY = "login"
 """The key of a request with a user name and a password. Plan files do not contain it."""
 ARCHIVES_KEY = "archives"
 """The key of a request with the archives to upload. Plan files contain only their digests, in the recipe."""
+HOSTS_KEY = "hosts"
+"""The key of a request in a plan file with the hosts of the new sandboxes, by name. The run chooses the same ones."""
 RECREATING_VERBS = ("build", "clone", "fork", "replace")
 """Verbs of actions that create another resource under the same name."""
 _UNKNOWN_KEYS = {

@@ -34,6 +34,7 @@ from ansible_collections.grove.sandbox.plugins.module_utils._client import (
 )
 from ansible_collections.grove.sandbox.plugins.module_utils._failure import Failure, join_failures
 from ansible_collections.grove.sandbox.plugins.module_utils._info import Listing
+from ansible_collections.grove.sandbox.plugins.module_utils._placement import add_planned_hosts, place_as_planned
 from ansible_collections.grove.sandbox.plugins.module_utils._plan import (
     ARCHIVES_KEY,
     LOGIN_KEY,
@@ -361,6 +362,8 @@ class _Run:
         """Apply a plan if a saved plan contains the same actions on the same objects. Raises Failure if it does not."""
         is_conditional = any(getattr(self.want, option, False) for option in CONDITIONAL_OPTIONS)
         entry, actions = approval.find_entry(plan.actions, reads, self._list_own_paths(), is_conditional=is_conditional)
+        hosts = approval.find_hosts(change.name for action in actions for change in action.changes)
+        actions = [place_as_planned(action, hosts) for action in actions]
         self._apply(actions, lambda number, action: self._compare_again(approval, reads, number, action))
         if entry is not None:
             self._refuse_failing(plan.actions, actions, entry)
@@ -483,7 +486,7 @@ class _Run:
         conditional_steps = [*conditional_actions, *(each for each in failures if each.condition)]
         entry = _make_plan_entry(
             self.client,
-            actions=describe_actions(self.planned_actions),
+            actions=describe_actions(add_planned_hosts(self.planned_actions, planned_shapes)),
             conditional=[
                 change.name for action in conditional_actions for change in action.changes if change.before is None
             ],

@@ -175,7 +175,8 @@ attributes:
     details:
       - Check mode cannot predict that a machine fails to start. If the gateway's host is almost full, it can only
         estimate whether there is room.
-      - Check mode cannot predict O(placement) for new sandboxes, and fails if the gateway is a member of a fleet.
+      - Check mode predicts the hosts of new sandboxes. A run that applies the plan uses the same hosts; any other run
+        may choose differently, because O(placement) depends on the free memory of the hosts at that time.
 extends_documentation_fragment:
   - grove.sandbox.gateway
   - grove.sandbox.attributes

@@ -123,12 +123,9 @@ def test_a_task_creates_a_sandbox_on_the_requested_host(pair: Pair) -> None:
     one, _ = pair
     (name,) = _make_names(1)
     options: dict[str, Any] = {"name": [name], "template": "base", "placement": {"host": "h2"}}
-    refused = run_task(_sandbox, one.gateway, check=True, **options)
-    assert refused["failure"]["kind"] == "unsupported"
-    assert "placement: not supported in a plan session" in refused["msg"]
-    assert "run the task without check mode" in refused["msg"]
-    created = run_task(_sandbox, one.gateway, **options)
-    assert _count_hosts(created) == {"h2": 1} and created["changed"]
+    for check in (True, False):
+        created = run_task(_sandbox, one.gateway, check=check, **options)
+        assert _count_hosts(created) == {"h2": 1} and created["changed"], check
     for host in pair:
         for check in (True, False):
             for changes in ({}, {"placement": None}, {"placement": {"host": "h1"}}, {"recreate": True}):
@@ -146,8 +143,9 @@ def test_a_task_replaces_a_sandbox_on_the_requested_host(pair: Pair) -> None:
     options: dict[str, Any] = {"name": [name], "template": "base", "recreate": True}
     assert _count_hosts(run_task(_sandbox, one.gateway, **options)) == {"h1": 1}
     options |= {"memory_mb": 1024, "cold_start": True, "placement": {"host": "h2"}}
-    replaced = run_task(_sandbox, one.gateway, **options)
-    assert _count_hosts(replaced) == {"h2": 1} and replaced["outcomes"][0]["actions"] == ["replace"]
+    for check in (True, False):
+        replaced = run_task(_sandbox, one.gateway, check=check, **options)
+        assert _count_hosts(replaced) == {"h2": 1} and replaced["outcomes"][0]["actions"] == ["replace"], check
     assert not run_task(_sandbox, one.gateway, **options)["changed"]
 
 
@@ -155,10 +153,13 @@ def test_a_task_distributes_forks_over_the_hosts(pair: Pair) -> None:
     one, two = pair
     names = _make_names(4)
     options: dict[str, Any] = {"snapshot": "base", "names": names, "placement": {"strategy": "spread"}}
-    assert "not supported in a plan session" in run_task(_fork, one.gateway, check=True, **options)["msg"]
-    created = run_task(_fork, one.gateway, **options)
-    assert _count_hosts(created) == {"h1": 2, "h2": 2} and created["changed"]
-    assert [each["name"] for each in created["sandboxes"]] == names
+    hosts = []
+    for check in (True, False):
+        created = run_task(_fork, one.gateway, check=check, **options)
+        assert _count_hosts(created) == {"h1": 2, "h2": 2} and created["changed"]
+        assert [each["name"] for each in created["sandboxes"]] == names
+        hosts.append([each[HOST_KEY] for each in created["sandboxes"]])
+    assert hosts[0] == hosts[1], "check mode predicts the hosts"
     for host in pair:
         for check in (True, False):
             for changes in ({}, {"placement": None}, {"metadata": {}, "volumes": []}):
