@@ -226,7 +226,8 @@ This page also shows the exceptions:
 * Check mode does not know which files and directories earlier tasks of the run create. If `import_from` does not
   exist, check mode refuses the task, and the plan lists as unknown whether an earlier task writes the file. If the
   directory of `export_to` does not exist, the real run fails and changes nothing.
-* In a fleet, check mode refuses to create sandboxes with `placement`, because it cannot predict their hosts.
+* In a [fleet](fleets.md#check-mode-and-plans), a run that does not apply a plan may choose other hosts for new
+  sandboxes than check mode predicts.
 
 The test generates this page: `{WRITE_PAGE_COMMAND}`.
 It fails if its results differ from the page.

@@ -31,6 +31,29 @@ def test_a_client_cannot_hold_a_fork_back(pair: Pair) -> None:
     assert time.monotonic() - started < 60, "a held share waits for two minutes"
 
 
+def test_a_client_cannot_use_the_part_of_a_plan_session(pair: Pair) -> None:
+    one, two = pair
+    name = Objects(two).names["sandbox"]
+    for key in (ADMIN_KEY, READ_KEY):
+        with one.client(key) as client:
+            prefix = (
+                f"/plans/{client.post('/plans', json={'run': f'the-run-of-an-attack-with-{key}'}).json()['planID']}"
+            )
+            client.patch(f"{prefix}/sandboxes/{name}", json={"metadata": {"a": "b"}}).raise_for_status()
+        headers = {"X-Sandbox-Gateway-Part": '{"home": "", "host": "h2", "numbers": [[1, 60000]]}'}
+        for host in pair:
+            with host.client(key) as client:
+                for path in ("part", "objects", "load", "claims"):
+                    for method in ("GET", "POST", "DELETE"):
+                        answer = client.request(
+                            method, f"{prefix}/fleet/{path}", json={"refs": [name]}, headers=headers
+                        )
+                        assert answer.status_code == 404, (path, method, answer.text)
+                # The header is ignored.
+                shown = client.get(f"{prefix}/sandboxes/{name}", headers=headers).json()
+                assert shown["metadata"] == {"a": "b"}
+
+
 @pytest.mark.parametrize("path", ["/fleet/holds/0123456789abcdef", "/fleet/knows/sandbox/a", "/fleet/knows/transfer/a"])
 def test_clients_cannot_use_the_paths_between_gateways(path: str, pair: Pair) -> None:
     one, two = pair

@@ -105,7 +105,7 @@ def test_a_saved_plan_is_applied_on_the_planned_hosts(pair: Pair, target: Target
     first.host.available_room = replace(room, memory_free=room.memory_free // 2)
     try:
         wait_until(lambda: len({each["memoryFreeBytes"] for each in one.get("/fleet")["hosts"]}) == 2)
-        (other,) = target.play({**tasks[3], "check_mode": True}, environment=_CALLBACKS)
+        (other,) = target.play(tasks[3], options=("--check",), environment=_CALLBACKS)
         assert _list_hosts(other)[0] != hosts[0]
         actual = _apply(target, tmp_path / "plan.json", *tasks)
     finally:

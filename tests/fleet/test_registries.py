@@ -70,9 +70,24 @@ def test_a_snapshot_on_another_host_is_pushed_once(hosts: Pair, reference: str) 
     assert [(each.get("msg"), each["changed"]) for each in results] == [(None, True), (None, False)]
     artifact = one.get("/artifacts", reference=reference)
     assert artifact["trusted"] and artifact["snapshotID"] == two.get(f"/snapshots/{name}")["snapshotID"]
-    refused = run_task(_snapshot, one.gateway, check=True, name=[name], push_to=f"{reference}-other")
-    assert refused["failed"] and "can change only the host of its own gateway" in refused["msg"]
-    assert run_thrice(_snapshot, two.gateway, name=[name], push_to=f"{reference}-third") == changed("push")
+    for host, tag in zip(hosts, ("second", "third"), strict=True):
+        assert run_thrice(_snapshot, host.gateway, name=[name], push_to=f"{reference}-{tag}") == changed("push")
+
+
+def test_a_push_in_a_plan_session_is_found_through_every_gateway(hosts: Pair, reference: str) -> None:
+    one, two = hosts
+    snapshot = take(two.client(), f"taken-{next(_numbers)}")
+    prefix = f"/plans/{one.post('/plans', {'run': 'a-run-that-plans-a-push-1'}, 200)['planID']}"
+    path = f"{prefix}/snapshots/{snapshot['snapshotID']}/push"
+    with one.client() as client:
+        pushed = client.post(path, json={"reference": reference})
+        assert pushed.headers["x-sandbox-host"] == "h2" and pushed.status_code < 300, pushed.text
+    transfer = f"{prefix}/transfers/{pushed.json()['transferID']}"
+    for host in hosts:
+        assert host.get(transfer) == pushed.json()
+        with host.client() as client:
+            assert client.get(f"{prefix}/transfers/0123456789abcdef").status_code == 404
+            assert client.get(transfer.removeprefix(prefix)).status_code == 404
 
 
 def test_members_trust_what_another_member_has_pushed(hosts: Pair, reference: str) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import itertools
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -10,6 +11,10 @@ from typing import Any
 import pytest
 from ansible_collections.grove.sandbox.plugins.module_utils import _sandbox
 
+from sandbox_gateway.api.fleet import runs
+from sandbox_gateway.engine.plans.open_runs import OpenRuns
+from sandbox_gateway.engine.plans.runs import AppliedRun, AppliedRuns
+from sandbox_gateway.engine.plans.sessions import PlanSessions
 from tests.api.memory_gateway import READ_KEY
 from tests.api.test_artifact_modules import run_task
 from tests.fleet.test_forwarding import Objects
@@ -266,6 +271,53 @@ def test_pinned_hosts(pair: Pair) -> None:
     placement = {"hosts": ["h1", "h2"], "host": "h1"}
     refused = one.post("/snapshots/base/fork", {"count": 2, "placement": placement}, 409)
     assert "h2 (not the requested host)" in refused["message"]
+
+
+def test_a_part_stays_open_as_long_as_its_run(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    one, two = pair
+    name = Objects(two).names["sandbox"]
+    opened_homes: list[str] = []
+    ended_homes: list[str] = []
+    monkeypatch.setattr(runs, "_KEEP_OPEN_SHARE", 0.0)
+    for registry in (PlanSessions, AppliedRuns):
+        for method, homes in (("open_part", opened_homes), ("end_part", ended_homes)):
+            _record_homes(registry, method, homes, monkeypatch)
+    for open_run in (_open_plan, _open_applied_run):
+        prefix = open_run(one)
+        with one.client() as client:
+            client.patch(f"{prefix}/sandboxes/{name}", json={"metadata": {"a": "b"}}).raise_for_status()
+            client.get(f"{prefix}/snapshots/base").raise_for_status()
+            wait_until(lambda: opened_homes.count(opened_homes[-1]) > 1)
+            client.delete(prefix).raise_for_status()
+            wait_until(lambda: ended_homes[-1:] == opened_homes[-1:])
+
+
+def _record_homes(registry: Any, method: str, homes: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Record the runs for which other gateways call a method about a part."""
+    original = getattr(registry, method)
+
+    def record(self: Any, owner: str, id: str, home: str) -> Any:
+        homes.append(home)
+        return original(self, owner, id, home)
+
+    monkeypatch.setattr(registry, method, record)
+
+
+def test_parts_can_be_idle_for_longer_than_runs() -> None:
+    async def open_both() -> None:
+        open_runs: OpenRuns[AppliedRun] = OpenRuns()
+        now = asyncio.get_running_loop().time()
+        home, part = AppliedRun("1", "a"), AppliedRun("2", "a", home="h")
+        for run in (home, part):
+            open_runs.touch(run)
+        part.used_at = home.used_at = now - 15
+        assert open_runs.list_idle_runs(10) == [home]
+        assert open_runs.find_next_idle_time(10) == now - 5
+        home.used_at = now
+        assert open_runs.find_next_idle_time(10) == now + 5
+        assert open_runs.list_idle_runs(7) == [part]
+
+    asyncio.run(open_both())
 
 
 @pytest.mark.parametrize("open_run", [_open_plan, _open_applied_run])

@@ -4,7 +4,8 @@ Imports go from api to fleet to engine. Without `[fleet]` in the configuration, 
 A module imports only modules below it in this list (tests/lint/imports.toml):
 
 * ``fleet``: the composition of all parts.
-* ``directory``: the names and ids of this gateway's objects, and the memory that starting machines need.
+* ``directory``: the names and ids of this gateway's objects, and the memory that starting machines need. ``runs``: the
+  gateways that have opened plan sessions and applied runs.
 * ``membership``: the lease and the record of this gateway.
 * ``holds``: forks on several hosts. ``lookups``: requests for names that the view does not know. ``peers``: connections
   to the other gateways. ``placement``: the choice of hosts for new sandboxes.

@@ -177,10 +177,8 @@ class FleetMiddleware:
         await self._run_on(host, scope, receive, send, body)
 
     async def _run_by_transfer(self, id: str, scope: Scope, receive: Receive, send: Send) -> None:
-        host = self._fleet.name
-        # The transfers of a plan session are not real.
-        if not get_plan_id(scope):
-            host = await self._locator.find_transfer_host(id, self._forwarder.build_headers(scope))
+        locator = self._runs.get_locator(scope)
+        host = await locator.find_transfer_host(id, self._forwarder.build_headers(scope))
         await self._run_on(host, scope, receive, send)
 
     async def _run_on(self, host: str, scope: Scope, receive: Receive, send: Send, body: bytes | None = None) -> None:

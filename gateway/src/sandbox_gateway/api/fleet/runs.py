@@ -16,6 +16,7 @@ from collections import defaultdict
 from collections.abc import AsyncIterator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
+from urllib.parse import quote
 
 from pydantic import BaseModel
 from starlette.datastructures import Headers
@@ -54,7 +55,7 @@ from sandbox_gateway.engine.plans import runs as applied_runs
 from sandbox_gateway.engine.plans import sessions
 from sandbox_gateway.engine.plans.runs import AppliedRun, AppliedRuns
 from sandbox_gateway.engine.plans.sessions import PlanSession, PlanSessions
-from sandbox_gateway.errors import Conflict, GatewayError, Gone, Invalid
+from sandbox_gateway.errors import Conflict, GatewayError, Gone, Invalid, NotFound, Unsupported
 from sandbox_gateway.fleet.directory import create_name_taken_error
 from sandbox_gateway.fleet.fleet import Fleet
 from sandbox_gateway.fleet.peers import Answer
@@ -63,7 +64,7 @@ from sandbox_gateway.log import Logger
 from sandbox_gateway.records import PLANNED_PREFIX
 
 _Run = PlanSession | AppliedRun
-_BUILD_TIMEOUT_SECONDS = 20.0
+_BUILD_TIMEOUT_SECONDS = 10.0
 _MAX_CLOCK_WAIT_SECONDS = 2.0
 _MAX_KNOWN_HOMES = 1000
 _KEEP_OPEN_SHARE = 0.5
@@ -131,7 +132,15 @@ class HomeRun:
         if host not in self.parts:
             async with self._opening_locks[host]:
                 if host not in self.parts:
-                    await self.call(host, "POST", PART_PATH, OpenPart(opened_at=self.run.opened_at.timestamp()))
+                    try:
+                        await self.call(host, "POST", PART_PATH, OpenPart(opened_at=self.run.opened_at.timestamp()))
+                    except _Refused as refusal:
+                        if refusal.status != NotFound.status:
+                            raise
+                        raise Unsupported(
+                            f"the gateway of host {host!r} is too old for plan sessions and applied runs of other "
+                            "gateways: upgrade it"
+                        ) from None
                     self.parts[host] = _Part(time.monotonic())
         return self.parts[host]
 
@@ -288,6 +297,14 @@ class _RunLocator(Locator):
 
     async def _look_up(self, ref: str, kinds: Sequence[str]) -> Sequence[Holder]:
         return await self._home.find_holders(ref, kinds)
+
+    async def find_transfer_host(self, id: str, headers: RawHeaders) -> str:
+        if not self.is_here("transfer", id):
+            for host in self._home.parts:
+                with contextlib.suppress(_Refused):
+                    await self._home.call(host, "GET", f"/transfers/{quote(id, safe='')}")
+                    return host
+        return self._fleet.name
 
 
 class _RunClaims:
@@ -484,7 +501,9 @@ class FleetRuns:
             return
         message = ClaimRequest(host=self.fleet.name, request=current_request.get(), names=dict(records))
         home_host = self._part_homes.get(session.home, "")
-        await self.call(home_host, ("plans", session.id), session.owner, "POST", CLAIMS_PATH, message, [])
+        header = PartHeader(home=session.home, host=self.fleet.name)
+        headers = [(PART_HEADER.encode(), header.model_dump_json().encode())]
+        await self.call(home_host, ("plans", session.id), session.owner, "POST", CLAIMS_PATH, message, headers)
 
     # -- requests of other gateways ---------------------------------------------------------------------------------
 
@@ -493,16 +512,17 @@ class FleetRuns:
         path, headers = get_run_path(scope), Headers(scope=scope)
         if path is None or not is_forwarded(scope):
             return False
-        owner = get_caller(scope).name
-        if scope["path"] == CLAIMS_PATH:
-            await self._answer_claim(path, owner, _parse(ClaimRequest, await read_body(receive)))
-            await Response(status_code=204)(scope, receive, send)
-            return True
+        # Only gateways send the header. A client's request for the home can also come from another gateway.
         if PART_HEADER not in headers:
             return False
+        owner = get_caller(scope).name
         header = PartHeader.try_parse(headers[PART_HEADER])
         if header is None:
             raise Invalid(f"the header {PART_HEADER} is invalid: the gateways of the fleet need the same release")
+        if scope["path"] == CLAIMS_PATH:
+            await self._answer_claim(path, owner, header, _parse(ClaimRequest, await read_body(receive)))
+            await Response(status_code=204)(scope, receive, send)
+            return True
         if scope["path"] == PART_PATH and scope["method"] == "POST":
             await self._open_part(path, owner, header, _parse(OpenPart, await read_body(receive)))
             await Response(status_code=204)(scope, receive, send)
@@ -521,10 +541,9 @@ class FleetRuns:
             await self._run_in_part(app, part, header, scope, receive, send)
         return True
 
-    async def _answer_claim(self, path: RunPath, owner: str, message: ClaimRequest) -> None:
-        run = self._get_registry(path).find(owner, path[1])
-        home = self._home_runs.get(run.token) if run else None
-        if home is None:
+    async def _answer_claim(self, path: RunPath, owner: str, header: PartHeader, message: ClaimRequest) -> None:
+        home = self._home_runs.get(header.home)
+        if home is None or home.path != path or home.run.owner != owner:
             raise Gone("the plan session has ended: start the check-mode run again")
         await home.claim(message.host, message.request, message.names)
 
@@ -563,7 +582,9 @@ class FleetRuns:
     ) -> None:
         current_request.set(header.request)
         if isinstance(part, PlanSession):
-            part.allotted_numbers = [range(first, last + 1) for first, last in header.numbers]
+            numbers = [range(first, last + 1) for first, last in header.numbers]
+            # A request may arrive after a later one, which has brought more numbers.
+            part.allotted_numbers = max(part.allotted_numbers, numbers, key=lambda each: sum(map(len, each)))
 
         async def send_with_count(message: Message) -> None:
             if message["type"] == "http.response.start" and isinstance(part, PlanSession):
