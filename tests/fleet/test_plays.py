@@ -129,6 +129,9 @@ def test_a_plan_is_refused_if_a_host_or_an_object_has_changed(pair: Pair, target
         assert not refused["changed"]
         client.patch("/fleet/hosts/h2", json={"cordoned": False}).raise_for_status()
         wait_until(lambda: not one.get("/fleet")["hosts"][1]["cordoned"])
+    # The other gateway uses its own copy of the template.
+    (refused,) = _apply(Target(two.gateway.unix_url, tmp_path), tmp_path / "plan.json", fork)
+    assert refused["failure"]["kind"] == "not_planned" and not refused["changed"], refused
     name = target.make_name("web")
     two.post("/sandboxes", {"templateID": "base", "name": name})
     update = _make_task("sandbox", name=name, metadata={"a": "b"})

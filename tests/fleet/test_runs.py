@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from datetime import datetime
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from ansible_collections.grove.sandbox.plugins.module_utils import _sandbox
 
 from sandbox_gateway.api.fleet import runs
+from sandbox_gateway.api.fleet.runs import FleetRuns
 from sandbox_gateway.engine.plans.open_runs import OpenRuns
 from sandbox_gateway.engine.plans.runs import AppliedRun, AppliedRuns
 from sandbox_gateway.engine.plans.sessions import PlanSessions
@@ -301,6 +305,37 @@ def _record_homes(registry: Any, method: str, homes: list[str], monkeypatch: pyt
         return original(self, owner, id, home)
 
     monkeypatch.setattr(registry, method, record)
+
+
+def test_a_part_is_not_opened_on_a_host_whose_clock_is_wrong(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    one, two = pair
+    name = Objects(two).names["sandbox"]
+    prefix = _open_plan(one)
+    path, body = f"{prefix}/sandboxes/{name}", {"metadata": {"a": "b"}}
+    with one.client() as client:
+        opened_at = datetime.fromisoformat(client.get(prefix).json()["openedAt"]).timestamp()
+        monkeypatch.setattr(runs, "time", SimpleNamespace(time=lambda: opened_at - 10, monotonic=time.monotonic))
+        refused = client.patch(path, json=body)
+        assert refused.status_code == 409
+        assert "the clock of host 'h2' is 10 s behind the clock of host 'h1'" in refused.json()["message"]
+        monkeypatch.setattr(runs, "time", SimpleNamespace(time=lambda: opened_at - 0.5, monotonic=time.monotonic))
+        started = time.monotonic()
+        client.patch(path, json=body).raise_for_status()
+        assert time.monotonic() - started >= 0.5, "otherwise, planned objects would seem to be older than the session"
+
+
+def test_a_gateway_of_an_older_release_has_no_parts(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    one, two = pair
+    name = Objects(two).names["sandbox"]
+
+    async def ignore(*_: Any) -> bool:
+        return False
+
+    monkeypatch.setattr(FleetRuns, "carry_out", ignore)
+    with one.client() as client:
+        refused = client.patch(f"{_open_plan(one)}/sandboxes/{name}", json={"metadata": {}})
+    assert (refused.status_code, refused.json()["kind"]) == (400, "unsupported")
+    assert "the gateway of host 'h2' is too old" in refused.json()["message"]
 
 
 def test_parts_can_be_idle_for_longer_than_runs() -> None:

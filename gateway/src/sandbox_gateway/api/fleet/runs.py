@@ -162,7 +162,7 @@ class HomeRun:
             log.info("a part of a run cannot be kept open", host=host, reason=error.message)
 
     async def end_parts(self) -> None:
-        for host in self.parts:
+        for host in [*self.parts]:
             try:
                 await self.call(host, "DELETE", PART_PATH)
             except GatewayError as error:
@@ -300,7 +300,7 @@ class _RunLocator(Locator):
 
     async def find_transfer_host(self, id: str, headers: RawHeaders) -> str:
         if not self.is_here("transfer", id):
-            for host in self._home.parts:
+            for host in [*self._home.parts]:
                 with contextlib.suppress(_Refused):
                     await self._home.call(host, "GET", f"/transfers/{quote(id, safe='')}")
                     return host
