@@ -8,5 +8,8 @@
   none.
 * in this gateway: ``local`` keeps the response.
 
+``runs`` carries out the requests of plan sessions and of runs that apply a plan, which have parts on several hosts;
+``parts`` contains the messages about these parts.
+
 ``data_plane`` forwards requests to ports inside sandboxes. ``hosts`` has the routes of the fleet's hosts.
 """
