@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import gzip
+import hashlib
 import os
 import socket
+import tarfile
 import threading
 import time
 from collections.abc import Iterator
@@ -16,12 +19,16 @@ import pytest
 
 from sandbox_gateway.api.access import signed_urls
 from sandbox_gateway.engine import build_files
-from sandbox_gateway.engine.image_steps import build_archive_path
+from sandbox_gateway.engine.image_steps import build_archive_path, name_unchecked_archive
 from sandbox_gateway.hosts.base import Room
 from tests.api.memory_gateway import ADMIN_KEY, EXEC_KEY, READ_KEY, MemoryGateway
 from tests.support.waiting import wait_until
 
 DIGEST, OTHER_DIGEST = "0123456789abcdef" * 4, "f" * 64
+NAME, OTHER_NAME = name_unchecked_archive(DIGEST), name_unchecked_archive(OTHER_DIGEST)
+"""The names of the archives that are uploaded to signed URLs."""
+EMPTY_DIGEST = hashlib.sha256().hexdigest()
+"""The digest of an archive without entries."""
 
 
 @pytest.fixture
@@ -72,19 +79,16 @@ def test_a_build_gets_the_uploaded_files(
     assert (refusal.status_code, refusal.json()["kind"]) == (409, "conflict")
     contents = bytes(range(256)) * 20_000
     assert httpx.put(answer["url"], content=contents).status_code == 204
-    assert (archive_directory / DIGEST).read_bytes() == contents and (
-        archive_directory / DIGEST
-    ).stat().st_mode & 0o777 == 0o600
+    assert (archive_directory / NAME).read_bytes() == contents
+    assert (archive_directory / NAME).stat().st_mode & 0o777 == 0o600
     assert archive_directory.stat().st_mode & 0o777 == 0o700
     assert request_upload_url(memory_gateway)["present"] is True
-    os.utime(archive_directory / DIGEST, (1, 1))
+    os.utime(archive_directory / NAME, (1, 1))
     build_response, log = start_build(api, "copied")
     assert build_response.status_code == 202 and f"uploading {len(contents)} bytes of files" in log and "ready" in log
-    assert time.time() - (archive_directory / DIGEST).stat().st_mtime < 60, (
-        "the build has not marked the archive as used"
-    )
+    assert time.time() - (archive_directory / NAME).stat().st_mtime < 60, "the build has not marked the archive as used"
     api.post("/sandboxes", json={"templateID": "copied", "name": "copy"}).raise_for_status()
-    result = api.post("/sandboxes/copy/exec", json={"args": ["read", build_archive_path(DIGEST)]}).json()
+    result = api.post("/sandboxes/copy/exec", json={"args": ["read", build_archive_path(NAME)]}).json()
     assert result["stdout"].encode("latin-1") == contents
 
 
@@ -101,7 +105,7 @@ def test_a_template_is_built_again_while_its_files_are_stored(
     start_build(api, "again", OTHER_DIGEST)
     assert api.get("/templates/again").json()["digest"] != template["digest"]
     monkeypatch.setattr(memory_gateway.host, "guest_digest", lambda: "a newer guest")
-    (archive_directory / OTHER_DIGEST).unlink()
+    (archive_directory / OTHER_NAME).unlink()
     refusal = api.post("/templates/again")
     assert refusal.status_code == 409
     assert "build the template again with the client, so that it uploads the files" in refusal.json()["message"]
@@ -179,10 +183,43 @@ def test_only_an_admin_gets_urls_and_uploads_without_one(
         with memory_gateway.client(key) as client:
             responses = (
                 client.get(f"/templates/base/files/{DIGEST}"),
-                client.put(f"/build-files/{DIGEST}", content=b"x"),
+                client.put(f"/build-files/{EMPTY_DIGEST}", content=bytes(1024)),
             )
         assert tuple(response.status_code for response in responses) == statuses
-    assert list_names(archive_directory) == [DIGEST]
+    assert list_names(archive_directory) == [EMPTY_DIGEST]
+
+
+def test_an_archive_without_a_signed_url_must_have_its_digest(
+    memory_gateway: MemoryGateway, api: httpx.Client, archive_directory: Path
+) -> None:
+    path = f"/build-files/{EMPTY_DIGEST}"
+    assert api.put(path, content=bytes(1024)).status_code == 204
+    inode = (archive_directory / EMPTY_DIGEST).stat().st_ino
+    info = tarfile.TarInfo("a")
+    info.size = 3
+    other_archive = info.tobuf(tarfile.PAX_FORMAT) + b"abc".ljust(512, b"\0") + bytes(1024)
+    for contents, reason in (
+        (other_archive, f"but the client announced {EMPTY_DIGEST}: upload the files again"),
+        (other_archive[:-600], "it is not complete. Upload the files again"),
+        (b"x" * 1024, "the archive is damaged"),
+        (gzip.compress(other_archive), "the archive is damaged"),
+    ):
+        refusal = api.put(path, content=contents)
+        assert (refusal.status_code, refusal.json()["kind"]) == (400, "invalid") and reason in refusal.json()["message"]
+        assert list_names(archive_directory) == [EMPTY_DIGEST]
+    assert (archive_directory / EMPTY_DIGEST).stat().st_ino == inode, "a refused archive has replaced a stored one"
+
+
+def test_an_upload_to_a_signed_url_does_not_replace_a_checked_archive(
+    memory_gateway: MemoryGateway, api: httpx.Client, archive_directory: Path
+) -> None:
+    body = {"dockerfile": "FROM oci:/srv/images/app:1\nCOPY a /c/", "digests": {"a": EMPTY_DIGEST}}
+    assert upload_archive(memory_gateway, b"other files", EMPTY_DIGEST).status_code == 204
+    assert api.post("/dockerfiles", json=body).json()["missingDigests"] == [EMPTY_DIGEST]
+    assert api.put(f"/build-files/{EMPTY_DIGEST}", content=bytes(1024)).status_code == 204
+    assert upload_archive(memory_gateway, b"other files", EMPTY_DIGEST).status_code == 204
+    assert (archive_directory / EMPTY_DIGEST).read_bytes() == bytes(1024)
+    assert api.post("/dockerfiles", json=body).json()["missingDigests"] == []
 
 
 def test_a_plan_session_stores_no_files(memory_gateway: MemoryGateway, archive_directory: Path) -> None:
@@ -264,7 +301,7 @@ def test_the_number_of_uploads_is_limited_and_the_last_of_two_wins(
     for number in (1, 0):
         release_events[number].set()
         threads[number].join()
-        assert (archive_directory / DIGEST).read_bytes() == b"begin %d" % number
+        assert (archive_directory / NAME).read_bytes() == b"begin %d" % number
     assert [response.status_code for response in responses] == [204, 204]
 
 
@@ -275,20 +312,20 @@ def test_a_client_that_disconnects_leaves_nothing(memory_gateway: MemoryGateway,
         head = f"PUT {parts.path}?{parts.query} HTTP/1.1\r\nHost: x\r\nContent-Length: 9999999\r\n\r\n"
         client.sendall(head.encode() + bytes(2_000_000))
         wait_until(lambda: len(list_names(archive_directory)) == 2)
-    wait_until(lambda: list_names(archive_directory) == [DIGEST])
-    assert (archive_directory / DIGEST).read_bytes() == b"before"
+    wait_until(lambda: list_names(archive_directory) == [NAME])
+    assert (archive_directory / NAME).read_bytes() == b"before"
 
 
 def test_unused_archives_and_partial_uploads_are_removed(
     memory_gateway: MemoryGateway, archive_directory: Path
 ) -> None:
     (archive_directory / ".partial-0123").touch()
-    for digest, age in ((DIGEST, 90_000), (OTHER_DIGEST, 80_000)):
-        (archive_directory / digest).touch()
-        os.utime(archive_directory / digest, (time.time() - age,) * 2)
+    for name, age in ((NAME, 90_000), (OTHER_NAME, 80_000), (DIGEST, 90_000), (OTHER_DIGEST, 80_000)):
+        (archive_directory / name).touch()
+        os.utime(archive_directory / name, (time.time() - age,) * 2)
     memory_gateway.engine.build_files.open()
     memory_gateway.engine.build_files._remove_unused_archives()
-    assert list_names(archive_directory) == [OTHER_DIGEST]
+    assert list_names(archive_directory) == [OTHER_NAME, OTHER_DIGEST]
 
 
 def test_the_size_of_all_archives_is_limited(
@@ -296,11 +333,12 @@ def test_the_size_of_all_archives_is_limited(
 ) -> None:
     monkeypatch.setattr(memory_gateway.engine.build_files, "_max_bytes", 100)
     digests = [f"{number}" * 64 for number in range(6)]
+    paths = [archive_directory / name_unchecked_archive(digest) for digest in digests]
     for digest in digests[:4]:
         assert upload_archive(memory_gateway, bytes(100), digest).status_code == 204
     refusal = upload_archive(memory_gateway, bytes(100), digests[4])
     assert (refusal.status_code, refusal.json()["kind"]) == (413, "over_quota")
-    for digest, age in ((digests[2], 9000), (digests[1], 5000)):
-        os.utime(archive_directory / digest, (time.time() - age,) * 2)
+    for path, age in ((paths[2], 9000), (paths[1], 5000)):
+        os.utime(path, (time.time() - age,) * 2)
     assert upload_archive(memory_gateway, bytes(100), digests[4]).status_code == 204
-    assert list_names(archive_directory) == [digests[0], digests[1], digests[3], digests[4]]
+    assert list_names(archive_directory) == [paths[number].name for number in (0, 1, 3, 4)]

@@ -21,7 +21,7 @@ groups each group uses.
   failed one.
 * Operations that do not need the primitives: ``volumes``, ``attachments``; ``commands`` inside running sandboxes;
   exports to files and imports from them, in the package ``transfer``; ``build_files`` stores the files that steps of a
-  template copy.
+  template copy, and ``archive_digest`` checks them.
 * Operations that are built on the primitives: ``snapshots`` and ``lineage``, ``forks``, ``sandboxes``, ``templates``.
   Their steps: ``spec``, ``fork_plan``, ``mount_plan``, ``mount_paths``, ``timeouts``, ``replacement``,
   ``template_builder``, ``builds``, ``image_steps``; ``dockerfiles`` and ``context_patterns`` translate Dockerfiles to

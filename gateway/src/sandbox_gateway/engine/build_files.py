@@ -1,6 +1,7 @@
 """Store the archives that clients upload for the COPY steps of builds, until no build has used them for a day.
 
-The name of an archive is the digest that the client computed from its files. Nothing on the host reads the contents.
+The name of an archive is the digest of its files, which is checked when it arrives, unless E2B's client has computed
+it: see ``image_steps.name_unchecked_archive``. Nothing on the host unpacks an archive.
 """
 
 from __future__ import annotations
@@ -17,11 +18,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
 
+from sandbox_gateway.engine.archive_digest import ArchiveHasher
 from sandbox_gateway.engine.context import Context
-from sandbox_gateway.engine.image_steps import find_archive
+from sandbox_gateway.engine.image_steps import find_archive, name_unchecked_archive
 from sandbox_gateway.engine.room import RoomMonitor
 from sandbox_gateway.engine.transfer.transfers import Transfers, join_into_batches
-from sandbox_gateway.errors import BackendFailed, Conflict, NoSpace, OverQuota
+from sandbox_gateway.errors import BackendFailed, Conflict, Invalid, NoSpace, OverQuota
 from sandbox_gateway.log import Logger
 from sandbox_gateway.tasks import finish_despite_cancellation
 
@@ -59,7 +61,7 @@ class BuildFiles:
         self._directory = context.config.host.state_root / "build-files"
         self._limit_mb = context.config.limits.upload_mb
         self._max_bytes = self._limit_mb << 20
-        self._announced_digests: set[str] = set()
+        self._announced_names: set[str] = set()
         self._uploading_bytes = 0
         """The sizes that running uploads have announced."""
 
@@ -92,45 +94,52 @@ class BuildFiles:
     def max_archive_bytes(self) -> int:
         return self._max_bytes
 
-    def has(self, digest: str) -> bool:
+    def has(self, name: str) -> bool:
         """Return whether the archive exists or was announced."""
-        return digest in self._announced_digests or (self._directory / digest).exists()
+        return name in self._announced_names or (self._directory / name).exists()
 
-    def announce(self, digest: str) -> None:
+    def announce(self, name: str) -> None:
         """In a plan session, make builds behave as if the archive were stored, because the run will upload it."""
-        if len(self._announced_digests) >= _MAX_ANNOUNCED:
+        if len(self._announced_names) >= _MAX_ANNOUNCED:
             raise OverQuota(f"the plan session has more than {_MAX_ANNOUNCED} uploads: split the play")
-        self._announced_digests.add(digest)
+        self._announced_names.add(name)
 
-    def mark_used(self, digest: str) -> bool:
+    def mark_used(self, name: str) -> bool:
         """Return whether the archive exists. If it does, mark it as used now."""
         try:
-            os.utime(self._directory / digest)
+            os.utime(self._directory / name)
         except FileNotFoundError:
             return False
         return True
 
     def require_archives(self, commands: Iterable[str]) -> None:
         """Raise Conflict unless all archives that these commands copy exist."""
-        for digest in filter(None, map(find_archive, commands)):
-            if not self.has(digest):
-                raise _create_missing_error(digest)
+        for name in filter(None, map(find_archive, commands)):
+            if not self.has(name):
+                raise _create_missing_error(name)
 
     @contextlib.contextmanager
-    def opened(self, digest: str) -> Iterator[StoredArchive]:
+    def opened(self, name: str) -> Iterator[StoredArchive]:
         """Open an archive. Raises Conflict if it does not exist."""
-        if digest in self._announced_digests:
+        if name in self._announced_names:
             yield StoredArchive(0, io.BytesIO())
             return
         try:
-            file = (self._directory / digest).open("rb")
+            file = (self._directory / name).open("rb")
         except FileNotFoundError:
-            raise _create_missing_error(digest) from None
+            raise _create_missing_error(name) from None
         with file:
             yield StoredArchive(os.fstat(file.fileno()).st_size, file)
 
-    async def store(self, digest: str, pieces: AsyncIterator[bytes], announced_size: int | None) -> None:
-        """Store an archive, replacing one with the same digest. ``announced_size``: None if it is unknown."""
+    async def store(
+        self, digest: str, pieces: AsyncIterator[bytes], announced_size: int | None, *, is_checked: bool
+    ) -> None:
+        """Store an archive, replacing one with the same digest. ``announced_size``: None if it is unknown.
+
+        ``is_checked``: raise Invalid unless the archive has this digest.
+        """
+        name = digest if is_checked else name_unchecked_archive(digest)
+        hasher = ArchiveHasher() if is_checked else None
         size = self._max_bytes if announced_size is None else announced_size
         if size > self._max_bytes:
             raise self._create_too_large_error()
@@ -147,15 +156,19 @@ class BuildFiles:
                             if received_bytes > self._max_bytes:
                                 raise self._create_too_large_error()
                             await finish_despite_cancellation(asyncio.to_thread(file.write, batch))
+                            if hasher is not None:
+                                await finish_despite_cancellation(asyncio.to_thread(hasher.feed, batch))
                             pending_upload.count_written_bytes(len(batch), memory=False)
+                        if hasher is not None:
+                            _require_digest(digest, hasher.compute())
                         await finish_despite_cancellation(asyncio.to_thread(_flush, file))
-                    path.rename(self._directory / digest)
+                    path.rename(self._directory / name)
                 except OSError as error:
                     raise _create_storage_error(error) from None
                 finally:
                     self._uploading_bytes -= size
                     path.unlink(missing_ok=True)
-        log.info("archive stored", digest=digest, bytes=received_bytes)
+        log.info("archive stored", name=name, bytes=received_bytes)
 
     def _make_room(self) -> None:
         """Remove the least recently used archives until the running uploads fit. Raises OverQuota."""
@@ -189,9 +202,18 @@ def _flush(file: BinaryIO) -> None:
     os.fsync(file.fileno())
 
 
-def _create_missing_error(digest: str) -> Conflict:
+def _require_digest(announced_digest: str, digest: str) -> None:
+    """Raise Invalid unless the two are equal."""
+    if digest != announced_digest:
+        raise Invalid(
+            f"the files in the archive have the digest {digest}, but the client announced {announced_digest}: upload "
+            "the files again, under the digest that docs/api.md describes"
+        )
+
+
+def _create_missing_error(name: str) -> Conflict:
     return Conflict(
-        f"the archive of a COPY step (digest {digest}) is not stored on this gateway, which removes archives that no "
+        f"the archive of a COPY step ({name}) is not stored on this gateway, which removes archives that no "
         "build has used for a day: build the template again with the client, so that it uploads the files"
     )
 

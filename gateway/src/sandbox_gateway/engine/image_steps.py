@@ -15,7 +15,8 @@ LAUNCHER = "/opt/sandbox/start"
 """Runs a program in the same environment as the image's entry point. Every template from an image contains it."""
 _COPIER = "/opt/sandbox/copy"
 """Copies the files of an archive, and removes the archive. Every template from an image contains it."""
-_ARCHIVE = re.compile(r"/opt/sandbox/([0-9a-f]{64})\.tar")
+_UNCHECKED_PREFIX = "e2b-"
+_ARCHIVE = re.compile(rf"/opt/sandbox/((?:{_UNCHECKED_PREFIX})?[0-9a-f]{{64}})\.tar")
 _MODE = re.compile(r"[0-7]{0,4}")
 _SHELL = ("/bin/sh", "-c")
 _MAX_COMMAND_BYTES = 120 << 10
@@ -25,13 +26,22 @@ _MAX_TEXT_LENGTH = 4096
 """The maximum length of the working directory, and of the user."""
 
 
-def build_archive_path(digest: str) -> str:
+def name_unchecked_archive(digest: str) -> str:
+    """Return the name of an archive with a digest by E2B's client, which the gateway cannot check.
+
+    The digest depends on more than the archive contains, such as the destination. The name of any other archive is its
+    digest.
+    """
+    return f"{_UNCHECKED_PREFIX}{digest}"
+
+
+def build_archive_path(name: str) -> str:
     """Return the path at which the command of a COPY step expects its archive in the sandbox."""
-    return f"/opt/sandbox/{digest}.tar"
+    return f"/opt/sandbox/{name}.tar"
 
 
 def find_archive(command: str) -> str:
-    """Return the digest of the archive that ``command`` copies, or "" if it does not come from a COPY step."""
+    """Return the name of the archive that ``command`` copies, or "" if it does not come from a COPY step."""
     prefix = f"exec {LAUNCHER} "
     if not (command.startswith(prefix) and _COPIER in command):
         return ""
@@ -69,8 +79,8 @@ class ImageSteps:
     """The size of all commands."""
     _env_size: int = 0
 
-    def add(self, kind: str, args: Sequence[str], files_digest: str = "") -> None:
-        """Add a step. ``files_digest``: the digest of the archive of a COPY step.
+    def add(self, kind: str, args: Sequence[str], archive: str = "") -> None:
+        """Add a step. ``archive``: the name of the archive of a COPY step.
 
         Raises Unsupported if it cannot be carried out, or Invalid if its arguments are not valid.
         """
@@ -87,7 +97,7 @@ class ImageSteps:
             case "USER", [user] if user:
                 self._changes["user"] = _check_length("user", user)
             case "COPY", [_, destination, *options] if destination and len(options) <= 2:
-                self._add_copy(files_digest, destination, *options)
+                self._add_copy(archive, destination, *options)
             case (("COPY" | "RUN" | "ENV" | "WORKDIR" | "USER"), _):
                 raise Invalid(f"the step {kind} has the wrong number of arguments, {len(args)}: correct it")
             case _:
@@ -134,14 +144,14 @@ class ImageSteps:
             )
         return command
 
-    def _add_copy(self, digest: str, destination: str, owner: str = "", mode: str = "") -> None:
-        if not _ARCHIVE.fullmatch(build_archive_path(digest)):
+    def _add_copy(self, archive: str, destination: str, owner: str = "", mode: str = "") -> None:
+        if not _ARCHIVE.fullmatch(build_archive_path(archive)):
             raise Invalid(
                 "the 'filesHash' of a COPY step must be 64 lower-case hexadecimal digits: send the SHA-256 of the files"
             )
         if not _MODE.fullmatch(mode):
             raise Invalid(f"the mode {mode[:80]!r} of a COPY step is not valid: use an octal mode such as 0755")
-        args = [_COPIER, build_archive_path(digest), destination, _check_length("owner", owner), mode]
+        args = [_COPIER, build_archive_path(archive), destination, _check_length("owner", owner), mode]
         # As in Docker, the files belong to root unless the step says otherwise.
         self._add_command(self._launch(f"COPY … {destination}", args=args, expand_args=True, user="root"))
 

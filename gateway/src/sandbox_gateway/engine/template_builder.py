@@ -114,8 +114,8 @@ class TemplateBuilder:
         if any(map(needs_programs, (*recipe.setup, start.command, start.ready_probe))):
             await self._install_step_programs(sandbox)
         for command in recipe.setup:
-            if digest := find_archive(command):
-                await self._upload_archive(build, sandbox, digest, recipe.setup_timeout)
+            if archive_name := find_archive(command):
+                await self._upload_archive(build, sandbox, archive_name, recipe.setup_timeout)
             build.log(f"$ {command}")
             log_writer = LogWriter(build)
             exit_code = await agent.run_shell(command, log_writer.feed, seconds=recipe.setup_timeout)
@@ -144,12 +144,12 @@ class TemplateBuilder:
         if result.exit_code != 0:
             raise BackendFailed("the programs that run the steps could not be installed: use a recipe without steps")
 
-    async def _upload_archive(self, build: Build, sandbox: Sandbox, digest: str, seconds: float) -> None:
+    async def _upload_archive(self, build: Build, sandbox: Sandbox, name: str, seconds: float) -> None:
         """Write an archive to the sandbox, where the next command copies its files and removes it."""
-        with self._build_files.opened(digest) as archive:
+        with self._build_files.opened(name) as archive:
             build.log(f"uploading {archive.size} bytes of files")
             client = self._agents.create_client(sandbox)
-            await client.upload(build_archive_path(digest), archive.size, archive.read_pieces(), seconds=seconds)
+            await client.upload(build_archive_path(name), archive.size, archive.read_pieces(), seconds=seconds)
 
     async def _wait_until_ready(self, build: Build, sandbox: Sandbox, start: StartCommand) -> None:
         build.log(f"waiting for {start.ready_probe}")

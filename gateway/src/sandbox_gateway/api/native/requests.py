@@ -23,7 +23,7 @@ from sandbox_gateway.api.dependencies import MAX_REF_LENGTH
 from sandbox_gateway.api.native.naming import to_json_name
 from sandbox_gateway.config import Config
 from sandbox_gateway.engine.dockerfiles import MAX_LENGTH as MAX_DOCKERFILE_LENGTH
-from sandbox_gateway.engine.image_steps import compile_steps
+from sandbox_gateway.engine.image_steps import compile_steps, name_unchecked_archive
 from sandbox_gateway.engine.spec import ForkSpec, MountSpec
 from sandbox_gateway.errors import Invalid, Unsupported
 from sandbox_gateway.image_references import MAX_LENGTH as MAX_IMAGE_LENGTH
@@ -662,7 +662,9 @@ class BuildFromImage(NativeBody):
 
         As in E2B, the image's own entry point is not started, but the start command of a template is.
         """
-        steps = compile_steps(((step.type, step.args, step.files_hash) for step in self.steps), MAX_SETUP_BYTES)
+        steps = compile_steps(
+            ((step.type, step.args, name_unchecked_archive(step.files_hash)) for step in self.steps), MAX_SETUP_BYTES
+        )
         try:
             return Recipe(
                 source=Source.IMAGE if self.from_image else Source.TEMPLATE,

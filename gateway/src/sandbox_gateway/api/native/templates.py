@@ -11,7 +11,7 @@ from fastapi import APIRouter, Path, Query, Request, Response
 from fastapi.responses import JSONResponse, StreamingResponse
 
 from sandbox_gateway.api.access.auth import get_plan_id
-from sandbox_gateway.api.access.signed_urls import UPLOAD_PREFIX, sign_upload
+from sandbox_gateway.api.access.signed_urls import UPLOAD_PREFIX, is_signed_upload, sign_upload
 from sandbox_gateway.api.dependencies import EngineDep, Ref
 from sandbox_gateway.api.native import requests, shapes
 from sandbox_gateway.api.native.snapshots import When, remove
@@ -22,6 +22,7 @@ from sandbox_gateway.engine.builds import Build
 from sandbox_gateway.engine.context_patterns import translate_ignore_file
 from sandbox_gateway.engine.dockerfiles import parse_dockerfile
 from sandbox_gateway.engine.engine import Engine
+from sandbox_gateway.engine.image_steps import name_unchecked_archive
 from sandbox_gateway.engine.names import create_build_id, remove_default_tag, require_valid_template_name
 from sandbox_gateway.engine.templates import is_outdated
 from sandbox_gateway.errors import NotFound, Unsupported
@@ -102,7 +103,7 @@ async def create_upload_url(request: Request, ref: Ref, digest: Digest, engine: 
     url = f"{scheme}://{request.base_url.netloc}{sign_upload(engine.secret, digest, time.time())}"
     if fleet := engine.config.fleet:
         url += f"&host={fleet.name}"
-    return shapes.FileUpload(present=engine.build_files.mark_used(digest), url=url)
+    return shapes.FileUpload(present=engine.build_files.mark_used(name_unchecked_archive(digest)), url=url)
 
 
 @router.post("/dockerfiles", summary="Translate a Dockerfile to a recipe, without building anything")
@@ -138,12 +139,18 @@ async def translate_dockerfile(
     },
 )
 async def upload_file(request: Request, digest: Digest, engine: EngineDep) -> None:
-    """Store the archive. A plan session does not read it, and predicts builds as if it were stored."""
+    """Store the archive. Without a signed URL, its files must have this digest.
+
+    A plan session does not read it, and predicts builds as if it were stored.
+    """
     if get_plan_id(request.scope):
         engine.build_files.announce(digest)
         return
     length = request.headers.get("content-length", "")
-    await engine.build_files.store(digest, read_file(request), int(length) if length.isdigit() else None)
+    # Only E2B's client uses signed URLs.
+    is_checked = not is_signed_upload(engine.secret, request.scope, time.time())
+    announced_size = int(length) if length.isdigit() else None
+    await engine.build_files.store(digest, read_file(request), announced_size, is_checked=is_checked)
 
 
 def _refuse_in_plan(request: Request) -> None:
