@@ -307,20 +307,37 @@ class Client:
     def delete(self, path: str, **query: Any) -> Any:
         return self.call("DELETE", path, query=query).data
 
-    def download(self, path: str, write: Callable[[bytes], object]) -> None:
+    def download(
+        self,
+        path: str,
+        write: Callable[[bytes], object],
+        on_start: Callable[[int], object] = lambda status: None,
+        timeout: float = 0.0,
+        **query: Any,
+    ) -> None:
         """Pass the pieces of a large response to ``write``, over a connection of its own. Retries like ``call``.
 
+        ``on_start`` gets the status of a successful response before. ``timeout``: wait at least this many seconds.
         ``write`` must not raise OSError, which counts as an error of the connection. The response may be incomplete if
         its length is unknown, as behind a proxy that speaks HTTP/1.0.
         """
-        self._retry_while_busy(lambda: self._download_once(path, write))
+        self._retry_while_busy(lambda: self._download_once(path, write, on_start, timeout, query))
 
-    def _download_once(self, path: str, write: Callable[[bytes], object]) -> None:
-        with self._transfer_opened("GET", path) as connection:
+    def _download_once(
+        self,
+        path: str,
+        write: Callable[[bytes], object],
+        on_start: Callable[[int], object],
+        timeout: float,
+        query: dict[str, Any],
+    ) -> None:
+        with self._transfer_opened("GET", path, query) as connection:
+            connection.sock.settimeout(max(timeout, self.timeout))
             connection.endheaders()
             response = connection.getresponse()
             if response.status >= 400:
                 self._raise_failure(f"GET {path}", response)  # Nothing is written yet: the request can be repeated.
+            on_start(response.status)
             while piece := self._read_piece(path, response):
                 write(piece)
 

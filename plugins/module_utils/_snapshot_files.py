@@ -11,10 +11,12 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import hashlib
 import json
 import os
 import stat
 import struct
+import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -35,6 +37,9 @@ _HEAD_BYTES = 32 + 64
 _END_BYTES = 32 + 64
 _MAX_MANIFEST_BYTES = 64 << 10
 _PIECE_BYTES = 256 << 10
+_PARTIAL_CONTENT = 206
+_SKIPPED_BYTES_PER_SECOND = 10 << 20
+"""The gateway creates the bytes that it does not send again at least this fast."""
 PRIVATE_MODE = 0o600
 
 
@@ -162,14 +167,60 @@ def require_writable_file(client: Client, path: str) -> None:
 def export_to_file(client: Client, resource_path: str, path: str) -> None:
     """Write the snapshot at the API's ``resource_path`` to a file. Plan sessions write no files. Raises Failure."""
     if not client.is_planning:
-        with new_file_opened(path) as write_piece:
-            client.download(f"{resource_path}/export", write_piece)
+        with new_file_opened(path) as file:
+            _download(client, f"{resource_path}/export", file)
+
+
+def _download(client: Client, resource_path: str, file: NewFile) -> None:
+    """Download a file, or the rest of the one that an interrupted export has left behind. Raises Failure."""
+
+    def discard_unless_partial(status: int) -> None:
+        if status != _PARTIAL_CONTENT:  # An older gateway sends the whole file.
+            file.empty()
+
+    if file.size:
+        digest, seconds = file.compute_digest(), file.size / _SKIPPED_BYTES_PER_SECOND
+        try:
+            client.download(
+                resource_path, file.write, discard_unless_partial, timeout=seconds, offset=file.size, digest=digest
+            )
+            return
+        except Failure as failure:
+            if failure.kind != "conflict":
+                raise
+            file.empty()  # It is the beginning of a different file.
+    client.download(resource_path, file.write)
 
 
 def import_from_file(client: Client, resource_path: str, path: str, **query: Any) -> None:
-    """Import a file. A plan session predicts the import from the beginning of the file. Raises Failure."""
-    read_file = read_head if client.is_planning else read_pieces
-    client.upload(f"{resource_path}/import", lambda: read_file(path), **query)
+    """Import a file, or the rest of it, if the gateway has its beginning from an interrupted import. Raises Failure.
+
+    A plan session predicts the import from the beginning of the file.
+    """
+    if client.is_planning:
+        client.upload(f"{resource_path}/import", lambda: read_head(path), **query)
+        return
+    continuation = _find_interrupted_import(client, path)
+    offset = continuation.get("offset", 0)
+    client.upload(f"{resource_path}/import", lambda: read_pieces(path, offset), **query, **continuation)
+
+
+def _find_interrupted_import(client: Client, path: str) -> dict[str, Any]:
+    """Return the parameters of a request that sends only the rest of the file, or {}. Raises Failure."""
+    file = read_snapshot_file(path)
+    try:
+        interrupted_imports = client.call("GET", "/interrupted-imports").data if file else []
+    except Failure:
+        return {}  # An older gateway. If there is another reason, the import shows it.
+    for each in interrupted_imports:
+        received_bytes = each.get("receivedBytes") or 0
+        if file and each["snapshotID"] == file.snapshot_id and received_bytes:
+            digest = hashlib.sha256()
+            for piece in read_pieces(path, size=received_bytes):
+                digest.update(piece)
+            if digest.hexdigest() == each["receivedDigest"]:
+                return {"resume": each["id"], "offset": received_bytes}
+    return {}
 
 
 def protect_file(client: Client, path: str) -> None:
@@ -229,11 +280,13 @@ def read_head(path: str) -> list[bytes]:
     return [file.head] if file else []
 
 
-def read_pieces(path: str) -> Iterator[bytes]:
-    """Yield the contents of a file. Raises Failure."""
+def read_pieces(path: str, offset: int = 0, size: int = sys.maxsize) -> Iterator[bytes]:
+    """Yield at most ``size`` bytes of a file, from ``offset``. Raises Failure."""
     try:
         with Path(path).open("rb") as file:
-            while piece := file.read(_PIECE_BYTES):
+            file.seek(offset)
+            while piece := file.read(min(_PIECE_BYTES, size)):
+                size -= len(piece)
                 yield piece
     except OSError as error:
         raise Failure(f"{path} cannot be read ({error.strerror}): check the path and its permissions") from None
@@ -258,26 +311,51 @@ def make_private(path: str) -> None:
             os.close(descriptor)
 
 
-@contextlib.contextmanager
-def new_file_opened(path: str) -> Iterator[Callable[[bytes], None]]:
-    """Yield a function that writes a snapshot file. The file replaces ``path`` if the context exits without an error.
+class NewFile:
+    """A snapshot file that is being written. ``size``: the number of bytes in it. Its methods raise Failure."""
 
-    Until then, the contents are in the file `.NAME.partial`, which only its owner can read. If an export is killed, the
-    next one reuses this file. Raises Failure, for example if the end of the snapshot file is missing.
+    def __init__(self, path: str, descriptor: int) -> None:
+        """``descriptor``: of a file that can contain the beginning of a snapshot file."""
+        self._path = path
+        self._descriptor = descriptor
+        self.size = os.lseek(descriptor, 0, os.SEEK_END)
+
+    def write(self, piece: bytes) -> None:
+        self.size += len(piece)
+        with _write_errors_explained(self._path):
+            while piece:
+                piece = piece[os.write(self._descriptor, piece) :]
+
+    def compute_digest(self) -> str:
+        """Return the SHA-256 of the contents."""
+        digest = hashlib.sha256()
+        with _write_errors_explained(self._path):
+            for offset in range(0, self.size, _PIECE_BYTES):
+                digest.update(os.pread(self._descriptor, _PIECE_BYTES, offset))
+        return digest.hexdigest()
+
+    def empty(self) -> None:
+        with _write_errors_explained(self._path):
+            os.ftruncate(self._descriptor, 0)
+            self.size = os.lseek(self._descriptor, 0, os.SEEK_SET)
+
+
+@contextlib.contextmanager
+def new_file_opened(path: str) -> Iterator[NewFile]:
+    """Yield a new snapshot file, which replaces ``path`` if the context exits without an error.
+
+    Until then, it is called `.NAME.partial`, and only its owner can read it. If an export is killed, or loses its
+    connection, the next one continues with this file. Raises Failure, for example if the end of the snapshot file is
+    missing.
     """
     target_path = Path(path)
     partial_path = target_path.with_name(f".{target_path.name}.partial")
     with _write_errors_explained(path):
         descriptor = _open_partial_file(partial_path)
-
-    def write(piece: bytes) -> None:
-        with _write_errors_explained(path):
-            while piece:
-                piece = piece[os.write(descriptor, piece) :]
-
     try:
+        file = NewFile(path, descriptor)
         try:
-            yield write
+            yield file
             if not _has_end(descriptor):
                 raise Failure(
                     f"the connection to the gateway was lost before all of {path} had arrived: export the snapshot "
@@ -287,9 +365,10 @@ def new_file_opened(path: str) -> Iterator[Callable[[bytes], None]]:
             with _write_errors_explained(path):
                 os.fsync(descriptor)
                 partial_path.replace(target_path)
-        except BaseException:
-            with contextlib.suppress(OSError):
-                partial_path.unlink()
+        except BaseException as error:
+            if not (file.size and isinstance(error, Failure) and error.kind == "unreachable"):
+                with contextlib.suppress(OSError):
+                    partial_path.unlink()
             raise
     finally:
         os.close(descriptor)
@@ -298,7 +377,7 @@ def new_file_opened(path: str) -> Iterator[Callable[[bytes], None]]:
 
 
 def _open_partial_file(path: Path) -> int:
-    """Create a file, or empty the one that a killed export left behind, and lock it. Raises Failure and OSError."""
+    """Create a file, or open the one that an export left behind, and lock it. Raises Failure and OSError."""
     while True:
         try:
             descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, PRIVATE_MODE)
@@ -314,7 +393,6 @@ def _open_partial_file(path: Path) -> int:
             with contextlib.suppress(FileNotFoundError):
                 if os.path.samestat(path.lstat(), os.fstat(descriptor)):
                     os.fchmod(descriptor, PRIVATE_MODE)
-                    os.ftruncate(descriptor, 0)
                     return descriptor
         except BlockingIOError:
             os.close(descriptor)

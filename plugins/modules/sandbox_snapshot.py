@@ -100,6 +100,7 @@ options:
         or this one without its memory (C(sandboxctl snapshot export --no-memory)), is replaced. With any other file,
         the task fails. The file gets its name when it is complete, and only its owner can read it. Other users lose
         their permissions for an existing file.
+      - If the connection to the gateway is lost, run the task again. It continues where the export ended.
       - A snapshot with O(volumes) cannot be exported.
     type: path
   import_from:
@@ -108,6 +109,7 @@ options:
         and was imported from a file with the same snapshot, nothing is changed, even if the file no longer exists.
       - If the memory in the file cannot be restored on the gateway's host, only the disk is imported.
         RV(snapshots[].memory) is then V(none).
+      - If the connection to the gateway is lost, run the task again. It sends only the rest of the file.
     type: path
   push_to:
     description:

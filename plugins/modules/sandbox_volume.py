@@ -94,12 +94,14 @@ options:
       - If the file already contains this snapshot, nothing is changed. A file that contains another snapshot of a
         volume is replaced. With any other file, the task fails. The file gets its name when it is complete, and only
         its owner can read it. Other users lose their permissions for an existing file.
+      - If the connection to the gateway is lost, run the task again. It continues where the export ended.
     type: path
   import_from:
     description:
       - Path of a file on the host where the module runs, to create the volume from. If the volume exists and was
         imported from a file with the same snapshot, its contents are not changed, even if the file no longer exists.
       - The volume has the size of the snapshot, unless O(size_mb) is larger.
+      - If the connection to the gateway is lost, run the task again. It sends only the rest of the file.
     type: path
   trust:
     description:

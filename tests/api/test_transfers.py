@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 import json
 import socket
 import threading
+import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -16,9 +18,11 @@ from ansible_collections.grove.sandbox.plugins.module_utils import _fork, _snaps
 from ansible_collections.grove.sandbox.plugins.module_utils._client import Client
 from ansible_collections.grove.sandbox.plugins.module_utils._run import PLAN_KEY, run
 
+from sandbox_gateway.engine.transfer import interrupted, transfers
 from sandbox_gateway.engine.transfer.container import Encoder, compress_chunk
 from sandbox_gateway.engine.transfer.manifest import parse_manifest
 from sandbox_gateway.engine.transfer.signing import Signer
+from sandbox_gateway.engine.transfer.transfers import Export
 from sandbox_gateway.hosts.base import Room, SnapshotPart
 from sandbox_gateway.records import Snapshot
 from tests.api.memory_gateway import ADMIN_KEY, EXEC_KEY, READ_KEY, MemoryGateway
@@ -228,7 +232,7 @@ def test_a_client_that_stops_reading_an_export_releases_the_snapshot(
 
 
 def test_interrupted_imports_are_listed_and_discarded(
-    api: httpx.Client, memory_gateway: MemoryGateway, snapshot: dict[str, Any]
+    api: httpx.Client, memory_gateway: MemoryGateway, snapshot: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     class Target(MemoryTarget):
         async def suspend(self) -> str:
@@ -240,16 +244,169 @@ def test_interrupted_imports_are_listed_and_discarded(
     async def begin(record: Snapshot, *_: object, **__: object) -> Target:
         return Target(record, memory_gateway.host)
 
-    memory_gateway.host.begin_import = begin  # type: ignore[method-assign, assignment]
+    monkeypatch.setattr(memory_gateway.host, "begin_import", begin)
     assert api.get("/interrupted-imports").json() == []
     file = api.get(f"/snapshots/{snapshot['snapshotID']}/export").content
     for cut in (len(file) - 50, len(file) - 40):
         assert import_snapshot(api, file[:cut], name="copy").status_code == 400
-        (interrupted,) = api.get("/interrupted-imports").json()
-        assert interrupted["snapshotID"] == snapshot["snapshotID"] and interrupted["resumeToken"] == "a token"
-        assert interrupted["signer"] == api.get("/signer").json()["fingerprint"]
-    path = f"/interrupted-imports/{interrupted['id']}"
+        (partial_import,) = api.get("/interrupted-imports").json()
+        assert partial_import["snapshotID"] == snapshot["snapshotID"] and partial_import["resumeToken"] == "a token"
+        assert partial_import["signer"] == api.get("/signer").json()["fingerprint"]
+    path = f"/interrupted-imports/{partial_import['id']}"
     assert (api.delete(path).status_code, api.delete(path).status_code) == (204, 404)
+    assert api.get("/interrupted-imports").json() == []
+
+
+def interrupt_import(
+    gateway: MemoryGateway,
+    api: httpx.Client,
+    file: bytes,
+    size: int,
+    monkeypatch: pytest.MonkeyPatch,
+    *,
+    route: str = "/snapshots/import?name=copy",
+    offset: int = 0,
+) -> dict[str, Any]:
+    """Send the bytes of a file from ``offset`` to ``size``, close the connection, and return the interrupted import."""
+    monkeypatch.setattr(transfers, "_BATCH_BYTES", 1)
+    earlier_bytes = {each["receivedBytes"] for each in api.get("/interrupted-imports").json()}
+    with socket.socket(socket.AF_UNIX) as client:
+        client.connect(str(gateway.socket))
+        client.sendall(f"POST {route} HTTP/1.1\r\nHost: x\r\nContent-Length: 99999999\r\n\r\n".encode())
+        client.sendall(file[offset:size])
+        wait_until(lambda: gateway.engine.transfers._active_count == 1)
+        time.sleep(0.2)
+    wait_until(lambda: gateway.engine.transfers._active_count == 0)
+    (interrupted_import,) = api.get("/interrupted-imports").json()
+    assert interrupted_import["receivedBytes"] not in earlier_bytes
+    result: dict[str, Any] = interrupted_import
+    return result
+
+
+def record_skipped_sizes(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Return a list to which each continued export adds the number of bytes that the client already has."""
+    sizes: list[int] = []
+    original_skip = Export.skip
+
+    async def skip(export: Export, size: int, digest: str) -> None:
+        await original_skip(export, size, digest)
+        sizes.append(size)
+
+    monkeypatch.setattr(Export, "skip", skip)
+    return sizes
+
+
+def test_an_import_continues_with_the_rest_of_its_file(
+    memory_gateway: MemoryGateway, api: httpx.Client, snapshot: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = export_snapshot(api)
+    first = interrupt_import(memory_gateway, api, file, len(file) - 300, monkeypatch)
+    size = first["receivedBytes"]
+    assert 0 < size <= len(file) - 300 and first["receivedDigest"] == hashlib.sha256(file[:size]).hexdigest()
+    assert (first["snapshotID"], first["resumeToken"]) == (snapshot["snapshotID"], "")
+    path = f"/snapshots/import?name=copy&resume={first['id']}"
+    for wrong_offset in (0, size - 1, size + 1):
+        refusal = api.post(f"{path}&offset={wrong_offset}", content=file[wrong_offset:])
+        assert refusal.status_code == 409 and f"send the file from byte {size}" in refusal.json()["message"]
+    refusal = api.post(f"/snapshots/import?name=taken&resume={first['id']}&offset={size}", content=file[size:])
+    assert refusal.json()["kind"] == "name_taken"
+    refusal = api.post(f"/volumes/import?resume={first['id']}&offset={size}", content=file[size:])
+    assert "`sandboxctl snapshot import`" in refusal.json()["message"]
+    second = interrupt_import(
+        memory_gateway, api, file, len(file) - 20, monkeypatch, route=f"{path}&offset={size}", offset=size
+    )
+    assert second["id"] == first["id"] and second["receivedBytes"] > size
+    imported_snapshot = api.post(f"{path}&offset={second['receivedBytes']}", content=file[second["receivedBytes"] :])
+    assert imported_snapshot.status_code == 201, imported_snapshot.text
+    assert imported_snapshot.json()["snapshotID"] == first["id"]
+    api.post("/snapshots/copy/fork", json={"name": "fork"}).raise_for_status()
+    assert read_color(api, "fork") == "blue"
+    assert api.get("/interrupted-imports").json() == []
+    assert api.post(f"{path}&offset={size}", content=b"").json()["kind"] == "not_found"
+
+
+@pytest.mark.parametrize("end", ["damaged", "incomplete", "discarded", "replaced"])
+def test_an_interrupted_import_that_cannot_continue_leaves_nothing_behind(
+    memory_gateway: MemoryGateway,
+    api: httpx.Client,
+    snapshot: dict[str, Any],
+    monkeypatch: pytest.MonkeyPatch,
+    end: str,
+) -> None:
+    file = export_snapshot(api)
+    partial_import = interrupt_import(memory_gateway, api, file, len(file) - 300, monkeypatch)
+    assert memory_gateway.host.partial_imports == {partial_import["id"]}
+    size = partial_import["receivedBytes"]
+    path = f"/snapshots/import?name=copy&resume={partial_import['id']}&offset={size}"
+    if end == "damaged":
+        assert api.post(path, content=file[size:-1] + bytes([file[-1] ^ 1])).json()["kind"] == "invalid"
+    elif end == "incomplete":
+        assert "is incomplete: it ends after" in api.post(path, content=file[size:-1]).json()["message"]
+    elif end == "discarded":
+        assert api.delete(f"/interrupted-imports/{partial_import['id']}").status_code == 204
+    else:
+        assert import_snapshot(api, file, name="copy").json()["snapshotID"] != partial_import["id"]
+    assert memory_gateway.host.partial_imports == set() and api.get("/interrupted-imports").json() == []
+    assert api.get("/snapshots/copy").status_code == (200 if end == "replaced" else 404)
+    assert memory_gateway.engine.room._pending_imports == []
+
+
+def test_few_interrupted_imports_are_kept_and_not_for_long(
+    memory_gateway: MemoryGateway, api: httpx.Client, snapshot: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(interrupted, "_MAX_IMPORTS", 1)
+    first, second = export_snapshot(api, "base"), export_snapshot(api)
+    first_import = interrupt_import(memory_gateway, api, first, len(first) - 300, monkeypatch)
+    monkeypatch.setattr(interrupted, "KEPT_SECONDS", 3.0)
+    second_import = interrupt_import(memory_gateway, api, second, len(second) - 250, monkeypatch)
+    assert second_import["id"] != first_import["id"]
+    assert memory_gateway.host.partial_imports == {second_import["id"]}
+    wait_until(lambda: memory_gateway.host.partial_imports == set())
+    assert api.get("/interrupted-imports").json() == []
+
+
+def test_an_unknown_signer_cannot_continue_an_import(
+    memory_gateway: MemoryGateway, api: httpx.Client, snapshot: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file, fingerprint = make_foreign_file()
+    route = f"/snapshots/import?name=copy&trust={fingerprint}"
+    partial_import = interrupt_import(memory_gateway, api, file, len(file) - 200, monkeypatch, route=route)
+    size = partial_import["receivedBytes"]
+    path = f"/snapshots/import?name=copy&resume={partial_import['id']}&offset={size}"
+    assert api.post(path, content=file[size:]).json()["kind"] == "untrusted"
+    assert api.post(f"{path}&trust={fingerprint}", content=file[size:]).status_code == 201
+
+
+def test_the_rest_of_an_export_is_returned(
+    memory_gateway: MemoryGateway, api: httpx.Client, snapshot: dict[str, Any]
+) -> None:
+    file = export_snapshot(api)
+    for size in (1, 21, 22, len(file) // 2, len(file) - 1, len(file)):
+        params = {"offset": str(size), "digest": hashlib.sha256(file[:size]).hexdigest()}
+        response = api.get("/snapshots/taken/export", params=params)
+        assert (response.status_code, response.content) == (206, file[size:])
+    for size, prefix in ((20, file[1:21]), (len(file) + 1, file + b"x"), (10, b"")):
+        params = {"offset": str(size), "digest": hashlib.sha256(prefix).hexdigest() if prefix else ""}
+        refusal = api.get("/snapshots/taken/export", params=params)
+        assert (refusal.status_code, refusal.json()["kind"]) == (409, "conflict")
+        assert "export the snapshot from the beginning" in refusal.json()["message"]
+
+
+def test_a_module_continues_interrupted_transfers(
+    memory_gateway: MemoryGateway,
+    api: httpx.Client,
+    snapshot: dict[str, Any],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    skipped_sizes = record_skipped_sizes(monkeypatch)
+    path, file = tmp_path / "file", export_snapshot(api)
+    (tmp_path / ".file.partial").write_bytes(file[:1000])
+    assert run_snapshot(memory_gateway, name=["taken"], export_to=str(path))["changed"]
+    assert path.read_bytes() == file and skipped_sizes == [1000]
+    partial_import = interrupt_import(memory_gateway, api, file, len(file) - 300, monkeypatch)
+    result = run_snapshot(memory_gateway, name=["copy"], import_from=str(path))
+    assert result["changed"] and result["snapshot"]["id"] == partial_import["id"]
     assert api.get("/interrupted-imports").json() == []
 
 
@@ -354,14 +511,14 @@ def test_a_module_waits_until_another_transfer_ends(
     memory_gateway: MemoryGateway, api: httpx.Client, snapshot: dict[str, Any]
 ) -> None:
     pieces: list[bytes] = []
-    transfers = memory_gateway.engine.transfers
-    transfers._active_count = 2
-    threading.Timer(1, setattr, (transfers, "_active_count", 0)).start()
+    engine_transfers = memory_gateway.engine.transfers
+    engine_transfers._active_count = 2
+    threading.Timer(1, setattr, (engine_transfers, "_active_count", 0)).start()
     client = Client(memory_gateway.unix_url)
     client.download("/snapshots/taken/export", pieces.append)
-    wait_until(lambda: transfers._active_count == 0)
-    transfers._active_count = 2
-    threading.Timer(1, setattr, (transfers, "_active_count", 0)).start()
+    wait_until(lambda: engine_transfers._active_count == 0)
+    engine_transfers._active_count = 2
+    threading.Timer(1, setattr, (engine_transfers, "_active_count", 0)).start()
     imported_snapshot = client.upload("/snapshots/import", lambda: iter(pieces), name="copy")
     assert imported_snapshot["imported"]["snapshotID"] == snapshot["snapshotID"]
 

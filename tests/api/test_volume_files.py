@@ -9,7 +9,7 @@ import httpx
 import pytest
 
 from tests.api.memory_gateway import ADMIN_KEY, EXEC_KEY, READ_KEY, MemoryGateway
-from tests.api.test_transfers import make_foreign_file
+from tests.api.test_transfers import interrupt_import, make_foreign_file
 
 
 @pytest.fixture(autouse=True)
@@ -82,6 +82,22 @@ def test_a_file_is_imported_only_as_what_it_contains(api: httpx.Client) -> None:
     assert refusal.json()["kind"] == "untrusted"
     for status_code, path in ((404, "/volumes/data/snapshots/tuesday/export"), (404, "/volumes/x/snapshots/y/export")):
         assert api.get(path).status_code == status_code
+
+
+def test_an_import_of_a_volume_continues_with_the_rest_of_its_file(
+    memory_gateway: MemoryGateway, api: httpx.Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = export_volume(api)
+    interrupted = interrupt_import(
+        memory_gateway, api, file, len(file) - 20, monkeypatch, route="/volumes/import?name=copy"
+    )
+    size = interrupted["receivedBytes"]
+    response = import_volume(api, file[size:], name="copy", resume=interrupted["id"], offset=size)
+    assert response.status_code == 201, response.text
+    assert memory_gateway.host.partial_imports == set() and api.get("/interrupted-imports").json() == []
+    assert read_color(api, "copy") == "blue"
+    refusal = api.get("/volumes/data/snapshots/monday/export", params={"offset": 5, "digest": "0" * 64})
+    assert refusal.status_code == 409
 
 
 def test_a_truncated_file_leaves_nothing_behind(memory_gateway: MemoryGateway, api: httpx.Client) -> None:

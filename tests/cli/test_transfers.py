@@ -15,7 +15,7 @@ from sandbox_gateway.engine.transfer.interrupted import InterruptedImport
 from sandbox_gateway.records import Snapshot, SnapshotKind
 from tests.api.memory_gateway import ADMIN_KEY, MemoryGateway
 from tests.api.memory_host import MemorySource, MemoryTarget
-from tests.api.test_transfers import make_foreign_file
+from tests.api.test_transfers import interrupt_import, make_foreign_file, record_skipped_sizes
 from tests.cli.running import SANDBOXCTL_COMMAND, Run, check_success
 
 
@@ -80,6 +80,27 @@ def test_interrupted_imports_are_listed_and_discarded(
     assert run("snapshot", "interrupted", "--discard", each.id).code == ExitCode.NOT_FOUND
 
 
+def test_interrupted_transfers_continue(
+    run: Run,
+    memory_gateway: MemoryGateway,
+    api: httpx.Client,
+    taken_snapshot: None,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    skipped_sizes = record_skipped_sizes(monkeypatch)
+    file, original = tmp_path / "file", api.get("/snapshots/taken/export").content
+    (tmp_path / ".file.partial").write_bytes(original[:1000])
+    check_success(run("snapshot", "export", "taken", str(file)))
+    assert file.read_bytes() == original and skipped_sizes == [1000]
+    interrupt_import(memory_gateway, api, original, len(original) - 50, monkeypatch)
+    assert "bytes" in check_success(run("snapshot", "interrupted")).out
+    (item,) = check_success(run("--json", "snapshot", "interrupted")).json
+    imported_snapshot = check_success(run("--json", "snapshot", "import", str(file), "--name", "copy")).json
+    assert (imported_snapshot["snapshotID"], imported_snapshot["names"]) == (item["id"], ["copy"])
+    assert api.get("/interrupted-imports").json() == [] and memory_gateway.host.partial_imports == set()
+
+
 def test_files_can_be_piped(run: Run, memory_gateway: MemoryGateway, taken_snapshot: None) -> None:
     command = [*SANDBOXCTL_COMMAND, "--url", memory_gateway.unix_url, "snapshot", "export", "taken", "-"]
     export_process = subprocess.run(command, capture_output=True, check=True, timeout=60)
@@ -109,7 +130,8 @@ def test_an_export_that_fails_leaves_no_file(
     lost_outcome = run("snapshot", "export", "taken", str(file))
     assert lost_outcome.code == 5 and "was lost" in lost_outcome.err
     monkeypatch.undo()
-    assert [*tmp_path.iterdir()] == []
+    assert [path.name for path in tmp_path.iterdir()] == [".file.partial"], "the next export continues with it"
+    (tmp_path / ".file.partial").unlink()
     file.write_text("mine")
     refusal = run("snapshot", "export", "taken", str(file))
     assert refusal.code == 2 and "exists" in refusal.err and file.read_text() == "mine"

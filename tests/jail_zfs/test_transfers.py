@@ -18,6 +18,7 @@ from zfs_core.capabilities import ZFS_FUSE_CAPABILITIES
 from sandbox_gateway.engine.spec import ForkSpec
 from sandbox_gateway.engine.transfer import interrupted
 from sandbox_gateway.engine.transfer.container import CHUNK_BYTES, MAGIC, Decoder, Encoder, compress_chunk
+from sandbox_gateway.engine.transfer.interrupted import Continuation
 from sandbox_gateway.engine.transfer.manifest import Manifest, Part, Sizes
 from sandbox_gateway.errors import BackendFailed, GatewayError, Invalid, NameTaken, NoSpace, NotFound, Unsupported
 from sandbox_gateway.hosts.base import SnapshotPart, StreamEncoding
@@ -54,7 +55,14 @@ def export_snapshot(runner: EngineRunner, ref: str, resume_token: str = "") -> b
     return runner.do(read())
 
 
-def import_snapshot(runner: EngineRunner, file: bytes, name: str | None = None, *, lost: bool = False) -> Snapshot:
+def import_snapshot(
+    runner: EngineRunner,
+    file: bytes,
+    name: str | None = None,
+    *,
+    lost: bool = False,
+    continuation: Continuation | None = None,
+) -> Snapshot:
     """Import a file. ``lost``: the connection is lost at its end."""
 
     async def pieces() -> AsyncIterator[bytes]:
@@ -63,7 +71,7 @@ def import_snapshot(runner: EngineRunner, file: bytes, name: str | None = None, 
         if lost:
             raise ConnectionResetError
 
-    return runner.do(runner.engine.transfers.import_(pieces(), name=name))
+    return runner.do(runner.engine.transfers.import_(pieces(), name=name, continuation=continuation))
 
 
 def make_file(
@@ -187,10 +195,19 @@ def cut_import(runner: EngineRunner) -> bytes:
     return file
 
 
-def test_an_interrupted_import_on_zfs_fuse_leaves_nothing_behind(runner: EngineRunner, cut_import: bytes) -> None:
+def test_an_interrupted_import_on_zfs_fuse_continues_with_the_rest_of_the_file(
+    runner: EngineRunner, cut_import: bytes
+) -> None:
     if zfs_core.detect_capabilities().receive_options:
         pytest.skip("OpenZFS keeps what has arrived")
-    assert not list_partial_datasets(runner) and not runner.engine.transfers.interrupted_imports.list()
+    (partial_import,) = runner.engine.transfers.interrupted_imports.list()
+    assert not list_partial_datasets(runner) and partial_import.file is not None
+    size = partial_import.file.size
+    assert len(cut_import) // 2 - 2 * CHUNK_BYTES < size <= len(cut_import) // 2
+    imported = import_snapshot(runner, cut_import[size:], "copy", continuation=Continuation(partial_import.id, size))
+    assert imported.id == partial_import.id and not runner.engine.transfers.interrupted_imports.list()
+    runner.do(runner.engine.forks.create("copy", ForkSpec(names=["fork"])))
+    assert runner.shell("fork", "sha256sum /root/blob") == runner.shell("source", "sha256sum /root/blob")
     with pytest.raises(Unsupported, match="zfs-fuse cannot send the rest of a stream"):
         export_snapshot(runner, "taken", "1-2-3-4")
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import hashlib
 import os
 import socket
 import threading
@@ -15,7 +16,7 @@ import pytest
 from ansible_collections.grove.sandbox.plugins.module_utils import _failure, _snapshot
 from ansible_collections.grove.sandbox.plugins.module_utils._client import Client
 from ansible_collections.grove.sandbox.plugins.module_utils._plan import Action
-from ansible_collections.grove.sandbox.plugins.module_utils._snapshot_files import new_file_opened
+from ansible_collections.grove.sandbox.plugins.module_utils._snapshot_files import NewFile, new_file_opened
 
 from sandbox_gateway.cli import client as cli_client
 from sandbox_gateway.cli import failure as cli_failure
@@ -23,8 +24,10 @@ from sandbox_gateway.cli import snapshot_files
 from tests.unit.engine.test_snapshot_files import FILE
 
 FAILURES = (_failure.Failure, cli_failure.Failure)
-OpenFile = Callable[[str], AbstractContextManager[Callable[[bytes], object]]]
+OpenFile = Callable[[str], AbstractContextManager[NewFile | snapshot_files._Output]]
 Export = Callable[[str, str], object]
+WHOLE_RESPONSE = b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\n" % len(FILE) + FILE
+CONFLICT = b'HTTP/1.1 409 Conflict\r\nContent-Length: 38\r\n\r\n{"kind": "conflict", "message": "no."}'
 
 
 @pytest.fixture
@@ -58,15 +61,16 @@ def export(request: pytest.FixtureRequest) -> Export:
 
 
 @contextlib.contextmanager
-def served(response: bytes) -> Iterator[str]:
-    """Answer one request with ``response``, and yield the URL."""
+def served(*responses: bytes, request_lines: list[str]) -> Iterator[str]:
+    """Answer one request after the other with ``responses``, and yield the URL. Adds to ``request_lines``."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
 
         def serve() -> None:
-            connection, _ = listener.accept()
-            with connection:
-                connection.recv(65536)
-                connection.sendall(response)
+            for response in responses:
+                connection, _ = listener.accept()
+                with connection:
+                    request_lines.append(connection.recv(65536).partition(b"\r\n")[0].decode())
+                    connection.sendall(response)
 
         thread = threading.Thread(target=serve)
         thread.start()
@@ -75,21 +79,43 @@ def served(response: bytes) -> Iterator[str]:
 
 
 def test_the_next_export_replaces_the_secrets_left_by_a_killed_export(
-    path: Path, partial_path: Path, open_file: OpenFile
+    path: Path, partial_path: Path, export: Export
 ) -> None:
-    partial_path.write_bytes(FILE * 2)
-    partial_path.chmod(0o644)
-    with open_file(str(path)) as write:
-        assert partial_path.stat().st_size == 0 and partial_path.stat().st_mode & 0o777 == 0o600
-        write(FILE)
+    """The gateway refuses to continue a different file, and an older gateway sends the whole file."""
+    for responses in ([CONFLICT, WHOLE_RESPONSE], [WHOLE_RESPONSE]):
+        partial_path.write_bytes(FILE * 2)
+        partial_path.chmod(0o644)
+        requests: list[str] = []
+        with served(*responses, request_lines=requests) as url:
+            export(url, str(path))
+        digest = hashlib.sha256(FILE * 2).hexdigest()
+        assert f"offset={2 * len(FILE)}&digest={digest}" in requests[0] and "offset" not in "".join(requests[1:])
+        assert path.read_bytes() == FILE and [*path.parent.iterdir()] == [path]
+        assert path.stat().st_mode & 0o777 == 0o600
+        path.unlink()
+
+
+@pytest.mark.parametrize("size", [1, len(FILE) // 2, len(FILE) - 1, len(FILE)])
+def test_the_next_export_continues_where_a_lost_connection_has_ended_it(
+    path: Path, partial_path: Path, export: Export, size: int
+) -> None:
+    begin = b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n%x\r\n%s\r\n" % (size, FILE[:size])
+    with served(begin, request_lines=[]) as url, pytest.raises(FAILURES, match="was lost"):
+        export(url, str(path))
+    assert partial_path.read_bytes() == FILE[:size] and partial_path.stat().st_mode & 0o777 == 0o600
+    rest = b"HTTP/1.1 206 Partial Content\r\nContent-Length: %d\r\n\r\n" % (len(FILE) - size) + FILE[size:]
+    requests: list[str] = []
+    with served(rest, request_lines=requests) as url:
+        export(url, str(path))
+    assert f"offset={size}&digest={hashlib.sha256(FILE[:size]).hexdigest()}" in requests[0]
     assert path.read_bytes() == FILE and [*path.parent.iterdir()] == [path]
 
 
 def test_two_exports_to_one_file_do_not_mix(path: Path, open_file: OpenFile) -> None:
-    with open_file(str(path)) as write:
+    with open_file(str(path)) as file:
         with pytest.raises(FAILURES, match=r"another export is writing .*\.file\.partial"), open_file(str(path)):
             pass
-        write(FILE)
+        file.write(FILE)
     assert path.read_bytes() == FILE
 
 
@@ -116,12 +142,12 @@ def test_a_planted_partial_file_neither_receives_secrets_nor_damages_other_files
 def test_a_file_that_a_proxy_truncates_does_not_get_its_final_name(path: Path, export: Export) -> None:
     """With HTTP/1.0, a response ends when its connection is closed."""
     with (
-        served(b"HTTP/1.0 200 OK\r\n\r\n" + FILE[:-1]) as url,
+        served(b"HTTP/1.0 200 OK\r\n\r\n" + FILE[:-1], request_lines=[]) as url,
         pytest.raises(FAILURES, match=r"was lost before all of .* had arrived"),
     ):
         export(url, str(path))
-    assert [*path.parent.iterdir()] == []
-    with served(b"HTTP/1.0 200 OK\r\n\r\n" + FILE) as url:
+    assert not path.exists()
+    with served(b"HTTP/1.0 200 OK\r\n\r\n" + FILE, request_lines=[]) as url:
         export(url, str(path))
     assert path.read_bytes() == FILE
 
@@ -132,7 +158,7 @@ def test_a_full_disk_is_not_reported_as_an_error_of_the_gateway(
     def fail(descriptor: int, data: bytes) -> int:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    with served(b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\n" % len(FILE) + FILE) as url:
+    with served(WHOLE_RESPONSE, request_lines=[]) as url:
         monkeypatch.setattr(os, "write", fail)
         with pytest.raises(FAILURES, match=r"(cannot be written|cannot write).*No space left on device") as error_info:
             export(url, str(path))
@@ -143,8 +169,8 @@ def test_a_full_disk_is_not_reported_as_an_error_of_the_gateway(
 
 def test_a_connection_that_breaks_during_an_export_is_reported_as_lost(path: Path, export: Export) -> None:
     with (
-        served(b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n64\r\n" + FILE[:50]) as url,
+        served(b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n64\r\n", request_lines=[]) as url,
         pytest.raises(FAILURES, match=r"the connection to the gateway at .* was lost"),
     ):
         export(url, str(path))
-    assert [*path.parent.iterdir()] == []
+    assert [*path.parent.iterdir()] == [], "there is nothing that the next export could continue"

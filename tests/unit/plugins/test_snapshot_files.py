@@ -79,11 +79,11 @@ def test_a_directory_is_refused(tmp_path: Path) -> None:
 
 
 def test_a_file_gets_its_final_name_when_it_is_complete(path: Path) -> None:
-    with pytest.raises(Failure, match="lost"), new_file_opened(str(path)) as write:
-        write(b"half")
+    with pytest.raises(Failure, match="lost"), new_file_opened(str(path)) as file:
+        file.write(b"half")
         raise Failure("the connection was lost")
     assert path.read_bytes() == FILE and [*path.parent.iterdir()] == [path]
-    with new_file_opened(str(path)) as write:
-        write(OTHER_FILE)
+    with new_file_opened(str(path)) as file:
+        file.write(OTHER_FILE)
     assert path.read_bytes() == OTHER_FILE and path.stat().st_mode & 0o777 == 0o600
     assert [*path.parent.iterdir()] == [path]

@@ -83,16 +83,23 @@ class Client:
         finally:
             connection.close()
 
-    def download(self, route: str, write: Callable[[bytes], object], **params: Any) -> None:
+    def download(
+        self,
+        route: str,
+        write: Callable[[bytes], object],
+        on_start: Callable[[int], object] = lambda status: None,
+        **params: Any,
+    ) -> None:
         """Pass the pieces of a response to ``write`` as they arrive, over a connection of its own.
 
-        Raises Failure if the response is not complete.
+        ``on_start`` gets the status of a successful response before. Raises Failure if the response is not complete.
         """
         connection = self._address.create_connection()
         try:
             response = self._request(connection, "GET", route, None, _remove_empty_params(params))
             if not 200 <= response.status < 300:
                 raise create_failure_from_response(response.status, _parse(self._read(response)), self._options)
+            on_start(response.status)
             while piece := self._read(response, size=_PIECE_BYTES):
                 write(piece)
         finally:

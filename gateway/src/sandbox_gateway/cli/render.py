@@ -62,8 +62,16 @@ def print_volume_snapshots(items: Sequence[Mapping[str, Any]], volume: str) -> N
 
 
 def print_interrupted_imports(items: Sequence[Mapping[str, Any]]) -> None:
-    headings = ("ID", "SNAPSHOT", "EXPIRES", "RESUME TOKEN")
-    rows = ((item["id"], item["snapshotID"], item["expiresAt"], item["resumeToken"]) for item in items)
+    headings = ("ID", "SNAPSHOT", "EXPIRES", "RECEIVED OR RESUME TOKEN")
+    rows = (
+        (
+            item["id"],
+            item["snapshotID"],
+            item["expiresAt"],
+            item["resumeToken"] or f"{item.get('receivedBytes', 0)} bytes of the file",
+        )
+        for item in items
+    )
     print_table(headings, rows, empty_note="no interrupted imports can be continued")
 
 

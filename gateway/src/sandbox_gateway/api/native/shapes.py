@@ -151,7 +151,11 @@ class InterruptedImportShape(Shape):
     id: str = Field(description="The id that the snapshot will have.")
     snapshot_id: str = Field(description="The snapshot's id in the gateway that exported it.")
     signer: str = Field(description="The fingerprint of the key that signed the file.")
-    resume_token: str = Field(description="The `resumeToken` with which that gateway exports the rest.")
+    resume_token: str = Field(
+        description="The `resumeToken` with which that gateway exports the rest. Empty: send the rest of the file."
+    )
+    received_bytes: int = Field(description="The number of bytes of the file that were used; 0 with a `resumeToken`.")
+    received_digest: str = Field(description="The SHA-256 of these bytes.")
     expires_at: datetime = Field(description="When the gateway removes what it has received.")
 
 
@@ -646,6 +650,8 @@ def describe_interrupted_import(interrupted_import: InterruptedImport) -> Interr
         snapshot_id=interrupted_import.snapshot,
         signer=interrupted_import.signer,
         resume_token=interrupted_import.resume_token,
+        received_bytes=interrupted_import.file.size if interrupted_import.file else 0,
+        received_digest=interrupted_import.file.digest if interrupted_import.file else "",
         expires_at=interrupted_import.expires_at,
     )
 

@@ -14,7 +14,17 @@ from sandbox_gateway.api.access.limits import IMPORT_PATH
 from sandbox_gateway.api.dependencies import MAX_REF_LENGTH, EngineDep, IdempotencyKey, OperationId, Ref
 from sandbox_gateway.api.native import requests, shapes
 from sandbox_gateway.api.native.sandboxes import describe_forks
-from sandbox_gateway.api.native.snapshot_files import FILE_BODY, FILE_RESPONSE, ExportResponse, Trust
+from sandbox_gateway.api.native.snapshot_files import (
+    FILE_BODY,
+    FILE_RESPONSE,
+    Offset,
+    Resume,
+    SkippedBytes,
+    SkippedDigest,
+    Trust,
+    build_continuation,
+    respond,
+)
 from sandbox_gateway.api.native.view import ViewDep, find_ids
 from sandbox_gateway.api.paging import Limit, NextToken, paginate
 from sandbox_gateway.api.waiting import cancel_on_disconnect, read_file
@@ -65,6 +75,7 @@ async def list_snapshots(
     responses=FILE_RESPONSE,
 )
 async def export(
+    request: Request,
     ref: Ref,
     engine: EngineDep,
     memory: Annotated[Literal["auto", "none"], Query(description="none: export only the disk.")] = "auto",
@@ -76,9 +87,15 @@ async def export(
             description="Export only the rest, to continue the interrupted import that has this token.",
         ),
     ] = "",
+    offset: SkippedBytes = 0,
+    digest: SkippedDigest = "",
 ) -> Response:
+    """Return the snapshot file, or, if a client has lost its connection, the rest of it.
+
+    The gateway creates the bytes before `offset` again, and compares their digest.
+    """
     export = await engine.transfers.export(ref, memory=memory == "auto", resume_token=resume_token)
-    return ExportResponse(export, engine.config.server.stalled_seconds)
+    return await respond(request, export, engine.config.server.stalled_seconds, offset, digest)
 
 
 @router.post(
@@ -94,6 +111,8 @@ async def import_(
     view: ViewDep,
     name: Annotated[str, Query(max_length=MAX_REF_LENGTH, description="Replaces the names in the file")] = "",
     trust: Trust = None,
+    resume: Resume = "",
+    offset: Offset = 0,
 ) -> shapes.SnapshotShape:
     """Import a file that `GET /snapshots/{ref}/export` returned. The snapshot gets a new id.
 
@@ -102,7 +121,11 @@ async def import_(
     # A plan session reads at most the beginning of the file, because that is enough for a prediction.
     is_in_plan = bool(get_plan_id(request.scope))
     snapshot = await engine.transfers.import_(
-        read_file(request), name=name or None, trust=trust or (), head_only=is_in_plan
+        read_file(request),
+        name=name or None,
+        trust=trust or (),
+        continuation=build_continuation(resume, offset),
+        head_only=is_in_plan,
     )
     return view.describe_snapshot(snapshot)
 
@@ -111,8 +134,8 @@ async def import_(
 async def list_interrupted_imports(engine: EngineDep) -> list[shapes.InterruptedImportShape]:
     """List interrupted imports.
 
-    To continue one, export its snapshot again from the gateway that signed the file, with `resumeToken`, and import
-    the result with `POST /snapshots/import`.
+    To continue one, send the rest of its file, from `receivedBytes`. If it has a `resumeToken` instead, export its
+    snapshot again from the gateway that signed the file, with this token, and import the result.
     """
     return [shapes.describe_interrupted_import(each) for each in engine.transfers.interrupted_imports.list()]
 

@@ -11,7 +11,17 @@ from sandbox_gateway.api.access.auth import get_plan_id
 from sandbox_gateway.api.access.limits import VOLUME_IMPORT_PATH
 from sandbox_gateway.api.dependencies import MAX_REF_LENGTH, EngineDep, Ref
 from sandbox_gateway.api.native import requests, shapes
-from sandbox_gateway.api.native.snapshot_files import FILE_BODY, FILE_RESPONSE, ExportResponse, Trust
+from sandbox_gateway.api.native.snapshot_files import (
+    FILE_BODY,
+    FILE_RESPONSE,
+    Offset,
+    Resume,
+    SkippedBytes,
+    SkippedDigest,
+    Trust,
+    build_continuation,
+    respond,
+)
 from sandbox_gateway.api.native.view import ViewDep
 from sandbox_gateway.api.paging import MAX_ITEMS, Limit, NextToken, paginate_list
 from sandbox_gateway.api.waiting import cancel_on_disconnect, read_file
@@ -112,9 +122,17 @@ async def list_snapshots(
     response_class=Response,
     responses=FILE_RESPONSE,
 )
-async def export(ref: Ref, snapshot: VolumeSnapshotRef, engine: EngineDep) -> Response:
+async def export(
+    request: Request,
+    ref: Ref,
+    snapshot: VolumeSnapshotRef,
+    engine: EngineDep,
+    offset: SkippedBytes = 0,
+    digest: SkippedDigest = "",
+) -> Response:
+    """Return the snapshot file, or the rest of it: see `GET /snapshots/{ref}/export`."""
     export = await engine.transfers.export_volume(ref, snapshot)
-    return ExportResponse(export, engine.config.server.stalled_seconds)
+    return await respond(request, export, engine.config.server.stalled_seconds, offset, digest)
 
 
 @router.post(
@@ -130,12 +148,18 @@ async def import_(
     view: ViewDep,
     name: Annotated[str, Query(max_length=MAX_REF_LENGTH, description="Replaces the volume's name in the file")] = "",
     trust: Trust = None,
+    resume: Resume = "",
+    offset: Offset = 0,
 ) -> shapes.VolumeShape:
     """Import a file that `GET /volumes/{ref}/snapshots/{snapshot}/export` returned."""
     # A plan session reads at most the beginning of the file, because that is enough for a prediction.
     is_in_plan = bool(get_plan_id(request.scope))
     volume = await engine.transfers.import_volume(
-        read_file(request), name=name or None, trust=trust or (), head_only=is_in_plan
+        read_file(request),
+        name=name or None,
+        trust=trust or (),
+        continuation=build_continuation(resume, offset),
+        head_only=is_in_plan,
     )
     return await view.describe_volume(volume, with_secrets=True)
 

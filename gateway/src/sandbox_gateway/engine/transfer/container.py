@@ -183,6 +183,14 @@ class Decoder:
         if not self._is_complete:
             raise self.create_incomplete_file_error()
 
+    def drop_incomplete_record(self) -> tuple[int, str]:
+        """Forget the beginning of a record that has not arrived completely.
+
+        Returns the number of bytes that were used before it, and their SHA-256. The next ``feed`` continues there.
+        """
+        self._buffer.clear()
+        return self._position, self._digest.hexdigest()
+
     def create_incomplete_file_error(self) -> Invalid:
         if not self._has_prefix and not self._buffer:
             return Invalid("the snapshot file is empty: export the snapshot again")

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import hashlib
 import os
 from array import array
 from collections import deque
@@ -25,9 +26,16 @@ from sandbox_gateway.engine.durations import measured, set_memory_mode
 from sandbox_gateway.engine.names import require_valid_name
 from sandbox_gateway.engine.room import PendingImport, RoomMonitor
 from sandbox_gateway.engine.secret import load_secret
-from sandbox_gateway.engine.transfer.interrupted import InterruptedImports
-from sandbox_gateway.errors import Busy, Invalid, NoSpace, Unsupported, Untrusted
-from sandbox_gateway.hosts.base import MEMORY_PARTS, ImportTarget, PartSource, SnapshotPart, SnapshotSource
+from sandbox_gateway.engine.transfer.interrupted import Continuation, InterruptedImports, ReceivedFile
+from sandbox_gateway.errors import Busy, Conflict, Invalid, NoSpace, Unsupported, Untrusted
+from sandbox_gateway.hosts.base import (
+    MEMORY_PARTS,
+    ImportTarget,
+    PartSource,
+    ResumableTarget,
+    SnapshotPart,
+    SnapshotSource,
+)
 from sandbox_gateway.log import Logger
 from sandbox_gateway.records import (
     ImportOrigin,
@@ -142,18 +150,20 @@ class Transfers:
         *,
         name: str | None = None,
         trust: Collection[str] = (),
+        continuation: Continuation | None = None,
         head_only: bool = False,
     ) -> Snapshot:
         """Create a snapshot or template from the pieces of a file.
 
         ``name`` replaces its names. ``trust``: the fingerprints of other signers to accept. If the
         memory cannot be restored on this host, only the disk is imported, and ``Snapshot.imported`` says so.
-        ``head_only``: for a plan session. The file may end after its head, and its contents are not read.
+        ``continuation``: the pieces are the rest of a file. ``head_only``: for a plan session. The file may end after
+        its head, and its contents are not read.
 
         If the client sends only a part of the file, the import may be continued later: see ``interrupted_imports``.
         """
         new_names = [require_valid_name(name)] if name else None
-        async with self._opened(pieces, trust) as file:
+        async with self._opened(pieces, trust, continuation) as file:
             manifest = file.manifest
             if manifest.kind == "volume":
                 raise Invalid(
@@ -161,21 +171,31 @@ class Transfers:
                     "`sandboxctl volume import`"
                 )
             self._host.check_encoding(manifest.encoding)
-            snapshot = self.create_record(manifest, file.signer)
+            received = file.received
+            if received is None:
+                snapshot = self.create_record(manifest, file.signer)
+            else:
+                assert isinstance(received.record, Snapshot)
+                snapshot = received.record
             snapshot.names = new_names or [*manifest.names]
             has_memory = snapshot.memory is not MemoryMode.NONE
             set_memory_mode(snapshot.memory)
             disk_bytes = manifest.sum_data_bytes(memory=False)
             memory_bytes = manifest.sum_data_bytes(memory=has_memory) - disk_bytes
+            if received is not None:
+                disk_bytes, memory_bytes = received.missing_disk_bytes, received.missing_memory_bytes
             sizes = manifest.get_part_sizes(memory=has_memory)
 
             async with self._room.reserved_for_import(disk_bytes, memory_bytes) as pending_import:
                 with self._index.reserved(snapshot.names):
                     # Report a name that is taken before an interrupted import is used up.
                     self._context.claims.require_claimable([Claim(snapshot, snapshot.names)])
-                    target = await self.interrupted_imports.begin(
-                        snapshot, manifest, sizes, file.signer, authentic=file.decoder.has_signed_chunks
-                    )
+                    if received is not None:
+                        target = self.interrupted_imports.take(received)
+                    else:
+                        target = await self.interrupted_imports.begin(
+                            snapshot, manifest, sizes, file.signer, authentic=file.decoder.has_signed_chunks
+                        )
                     try:
                         async with self.names_claimed(snapshot, snapshot.names):
                             if not head_only:
@@ -185,9 +205,12 @@ class Transfers:
                         if snapshot.id not in self._index.snapshots:
                             # A rest that does not fit, or is damaged, is no reason to lose what has arrived before.
                             may_continue = (file.is_waiting or manifest.continues) and not isinstance(error, NoSpace)
-                            ending = self.interrupted_imports.keep_or_discard(
-                                snapshot, manifest, target, file.signer, may_continue=may_continue
-                            )
+                            if file.is_cut_off and not isinstance(target, ResumableTarget):
+                                ending = self._keep_file(file, snapshot, target, pending_import)
+                            else:
+                                ending = self.interrupted_imports.keep_or_discard(
+                                    snapshot, manifest, target, file.signer, may_continue=may_continue
+                                )
                             await finish_despite_cancellation(ending)
                         raise
         if not head_only:
@@ -215,6 +238,7 @@ class Transfers:
         *,
         name: str | None = None,
         trust: Collection[str] = (),
+        continuation: Continuation | None = None,
         head_only: bool = False,
     ) -> Volume:
         """Create a volume from the pieces of a file with a snapshot of a volume.
@@ -222,7 +246,7 @@ class Transfers:
         ``name`` replaces the name of the volume in the file. ``import_`` describes the other arguments.
         """
         name = require_valid_name(name) if name else None
-        async with self._opened(pieces, trust) as file:
+        async with self._opened(pieces, trust, continuation) as file:
             manifest = file.manifest
             if manifest.kind != "volume":
                 raise Invalid(
@@ -231,21 +255,29 @@ class Transfers:
                 )
             self._host.check_volume_origin(manifest.host_kind)
             self._host.check_encoding(manifest.encoding)
-            volume = Volume(
-                name=name or manifest.name,
-                size_mb=manifest.size_mb,
-                imported=ImportOrigin(snapshot=manifest.snapshot_id, signer=file.signer),
-            )
+            received = file.received
+            if received is None:
+                origin = ImportOrigin(snapshot=manifest.snapshot_id, signer=file.signer)
+                volume = Volume(name=manifest.name, size_mb=manifest.size_mb, imported=origin)
+            else:
+                assert isinstance(received.record, Volume)
+                volume = received.record
+            volume.name = name or manifest.name
             (part,) = manifest.parts
+            missing_bytes = part.data_bytes if received is None else received.missing_disk_bytes
 
             async def commit(target: ImportTarget) -> None:
                 await target.commit()
                 self._index.put(volume)
                 self._context.events.publish("volume.imported", volumeID=volume.name, sizeMB=volume.size_mb)
 
-            async with self._room.reserved_for_import(part.data_bytes, 0) as pending_import:
+            async with self._room.reserved_for_import(missing_bytes, 0) as pending_import:
                 with self._index.reserved([volume.name]):
-                    target = await self._host.begin_volume_import(volume, part.name, part.size)
+                    if received is not None:
+                        target = self.interrupted_imports.take(received)
+                    else:
+                        await self.interrupted_imports.discard_older(manifest, file.signer)
+                        target = await self._host.begin_volume_import(volume, part.name, part.size)
                     try:
                         async with self._context.claims.held([Claim(volume, [volume.name])]):
                             if not head_only:
@@ -253,14 +285,30 @@ class Transfers:
                             await finish_despite_cancellation(commit(target))
                     except BaseException:
                         if volume.id not in self._index.volumes:
-                            await target.discard()
+                            ending = (
+                                self._keep_file(file, volume, target, pending_import)
+                                if file.is_cut_off
+                                else target.discard()
+                            )
+                            await finish_despite_cancellation(ending)
                         raise
         if not head_only:
             log.info("imported", volume=volume.id, signer=file.signer, release=manifest.release)
         return volume
 
+    async def _keep_file(
+        self, file: _OpenFile, record: Snapshot | Volume, target: ImportTarget, pending_import: PendingImport
+    ) -> None:
+        size, digest = file.decoder.drop_incomplete_record()
+        received = ReceivedFile(
+            file.decoder, record, target, size, digest, pending_import.disk_bytes, pending_import.memory_bytes
+        )
+        await self.interrupted_imports.keep_file(received, file.manifest, file.signer)
+
     @contextlib.asynccontextmanager
-    async def _opened(self, pieces: AsyncIterator[bytes], trust: Collection[str]) -> AsyncIterator[_OpenFile]:
+    async def _opened(
+        self, pieces: AsyncIterator[bytes], trust: Collection[str], continuation: Continuation | None
+    ) -> AsyncIterator[_OpenFile]:
         """Take a slot, read the manifest of a file, and check its signer. Raises GatewayError."""
         self.require_ability()
         from sandbox_gateway.engine.transfer.container import Decoder
@@ -268,10 +316,12 @@ class Transfers:
 
         trusted_fingerprints = {check_fingerprint(each) for each in trust}
         with self.slot_held():
-            decoder = Decoder()
+            received = self.interrupted_imports.find_file(continuation) if continuation is not None else None
+            decoder = Decoder() if received is None else received.decoder
             batches = join_into_batches(pieces)
-            manifest = await _read_manifest(decoder, batches)
-            yield _OpenFile(decoder, batches, manifest, self.require_trusted(decoder.public_key, trusted_fingerprints))
+            manifest = decoder.read_manifest() or await _read_manifest(decoder, batches)
+            signer = self.require_trusted(decoder.public_key, trusted_fingerprints)
+            yield _OpenFile(decoder, batches, manifest, signer, received)
 
     def is_trusted(self, fingerprint: str) -> bool:
         """Return whether this gateway, or another host of its fleet, has signed with the key with this fingerprint."""
@@ -341,14 +391,17 @@ class Transfers:
 class _OpenFile:
     """A file that is being imported. ``batches``: the rest of it. ``signer``: a fingerprint, which is trusted.
 
-    ``is_waiting``: whether the client has to send more of the file.
+    ``received``: what an interrupted import has received of it. ``is_waiting``: whether the client has to send more of
+    it. ``is_cut_off``: whether the connection to the client was lost while the gateway waited for more.
     """
 
     decoder: Decoder
     batches: AsyncIterator[bytes]
     manifest: Manifest | VolumeManifest
     signer: str
+    received: ReceivedFile | None
     is_waiting: bool = False
+    is_cut_off: bool = False
 
 
 class Export:
@@ -362,6 +415,8 @@ class Export:
         self._create_manifest = create_manifest
         self._pending_tasks: deque[asyncio.Task[bytes]] = deque()
         """Chunks that threads are reading and compressing, in the order of the file."""
+        self._pieces: AsyncIterator[bytes] | None = None
+        self._skipped_piece_rest = b""
         self.on_close = contextlib.ExitStack()
 
     def prepare(self) -> None:
@@ -385,8 +440,32 @@ class Export:
         ]
         self.manifest: Manifest | VolumeManifest = self._create_manifest(parts)
 
+    async def skip(self, size: int, digest: str) -> None:
+        """Create the first ``size`` bytes of the file, which a client has already received, without yielding them.
+
+        Raises Conflict unless ``digest`` is their SHA-256.
+        """
+        hasher, remaining_bytes, piece = hashlib.sha256(), size, b""
+        self._pieces = self._create_pieces()
+        while remaining_bytes and (piece := await anext(self._pieces, b"")):
+            await asyncio.to_thread(hasher.update, piece[:remaining_bytes])
+            self._skipped_piece_rest = piece[remaining_bytes:]
+            remaining_bytes -= len(piece) - len(self._skipped_piece_rest)
+        if remaining_bytes or hasher.hexdigest() != digest:
+            raise Conflict(
+                f"the file does not begin with these {size} bytes: export the snapshot from the beginning, without an "
+                "offset"
+            )
+
     async def read_pieces(self) -> AsyncIterator[bytes]:
-        """Yield the bytes of the file. Several threads compress chunks; only a few chunks are in memory."""
+        """Yield the bytes of the file that ``skip`` has not skipped. Only a few chunks are in memory."""
+        if self._skipped_piece_rest:
+            yield self._skipped_piece_rest
+        async for piece in self._pieces or self._create_pieces():
+            yield piece
+
+    async def _create_pieces(self) -> AsyncIterator[bytes]:
+        """Yield the bytes of the file. Several threads compress chunks."""
         from sandbox_gateway.engine.transfer.container import Encoder
 
         encoder = Encoder(self._signer)
@@ -549,10 +628,11 @@ async def _write_chunks(
                     pending_import.count_written_bytes(len(chunk.data), memory=chunk.part.name in MEMORY_PARTS)
 
     await finish_despite_cancellation(asyncio.to_thread(write, b""))
-    file.is_waiting = True
+    file.is_waiting = file.is_cut_off = True
     async for batch in file.batches:
-        file.is_waiting = False
+        file.is_waiting = file.is_cut_off = False
         await finish_despite_cancellation(asyncio.to_thread(write, batch))
-        file.is_waiting = True
+        file.is_waiting = file.is_cut_off = True
+    file.is_cut_off = False
     file.decoder.close()
     file.is_waiting = False
