@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from sandbox_gateway.engine.spec import ForkSpec
-from sandbox_gateway.engine.transfer import artifacts
+from sandbox_gateway.engine.transfer import bases
 from sandbox_gateway.engine.transfer.artifacts import ArtifactTransfer
 from sandbox_gateway.records import MemoryMode
 from tests.support import session
@@ -124,7 +124,7 @@ def test_a_gateway_that_is_killed_during_a_pull_continues_where_it_was(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """It is killed while it fetches, and while it creates the snapshot. The next pull fetches only what is missing."""
-    monkeypatch.setattr(artifacts, "_MAX_BASES", 0)
+    monkeypatch.setattr(bases, "_MAX_BASES", 0)
     runner = make_runner(registry={"allowed": [registry], "plain_http": [registry]})
     config = runner.config
     runner.do(runner.engine.forks.create(TEMPLATE, ForkSpec(names=["source"])))

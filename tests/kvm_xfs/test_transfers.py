@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import random
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import pytest
@@ -21,6 +21,7 @@ from sandbox_gateway.hosts.kvm_xfs.quarantine import Quarantine
 from sandbox_gateway.records import MemoryMode, Resources, Snapshot
 from tests.support.gateway import TEMPLATE, Gateway
 from tests.support.waiting import wait_until
+from tests.support.xfs import LoopXfs
 
 MIB = 1 << 20
 PLATFORM = {"accelerator": "tcg", "cpu_model": "max", "machine": "pc-q35-7.2", "qemu_version": "7.2.1"}
@@ -134,6 +135,25 @@ def compute_digest(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
+def split(file: bytes) -> Iterator[bytes]:
+    """Yield pieces of a large file: the HTTP client copies the rest of a body each time it has sent a part of it."""
+    for start in range(0, len(file), MIB):
+        yield file[start : start + MIB]
+
+
+def check_shared_import(gateway: Gateway, file: bytes, names: Sequence[str], digests: list[str]) -> None:
+    """Import a file of a snapshot that the host still has. Nearly all of its disk and memory is shared."""
+    response = gateway.client.post("/snapshots/import", params={"name": "shared"}, content=split(file))
+    assert response.status_code == 201, response.text
+    directory = gateway.state_root / "snapshots" / response.json()["snapshotID"]
+    assert [compute_digest(directory / name) for name in names] == digests
+    for name in ("rootfs.img", "memory.img"):
+        extents = [*reflink.walk_extents(directory / name)]
+        shared_bytes = sum(extent.length for extent in extents if extent.is_shared)
+        assert shared_bytes > 0.5 * sum(extent.length for extent in extents) > 0, name
+    gateway.call("DELETE", "/snapshots/shared")
+
+
 def check_truncated_files(file: bytes) -> None:
     """Check that a file is incomplete if it is cut at the boundary of a record, a byte beside it, or anywhere else."""
     edges, position = [0, 21], 21
@@ -175,10 +195,11 @@ def test_a_machine_continues_from_an_imported_snapshot_whose_original_is_gone(
     directory = one.state_root / "snapshots" / original["snapshotID"]
     names = ("rootfs.img", "memory.img", "device.state", "kernel", "initrd")
     digests = [compute_digest(directory / name) for name in names]
+    check_shared_import(one, file, names, digests)
     one.call("DELETE", "/sandboxes/source")
     one.call("DELETE", "/snapshots/taken")
     assert not directory.exists()
-    response = one.client.post("/snapshots/import", content=file)
+    response = one.client.post("/snapshots/import", content=split(file))
     assert response.status_code == 201, response.text
     imported = response.json()
     assert (imported["memory"], imported["imported"]["omittedMemory"]) == ("full", "")
@@ -208,3 +229,71 @@ def test_a_killed_import_leaves_nothing_behind(gateway: Callable[..., Gateway]) 
     one.start()
     assert sorted(path.name for path in templates.iterdir()) == before
     one.call("GET", "/snapshots/new", status=404)
+
+
+# -- data that a local snapshot has ------------------------------------------------------------------------------------
+
+
+def change_blocks(data: bytes, *numbers: int) -> bytes:
+    """Return ``data`` with another first byte in each of these blocks of 4 KiB."""
+    changed_data = bytearray(data)
+    for number in numbers:
+        changed_data[number * 4096] ^= 1
+    return bytes(changed_data)
+
+
+def test_equal_runs_are_long_and_consist_of_whole_blocks() -> None:
+    data = random.Random(1).randbytes(256 * 4096)
+    for changed_blocks, runs in (
+        ([], [(0, 256)]),
+        ([0], [(1, 256)]),
+        ([255], [(0, 255)]),
+        ([15, 200], [(16, 200), (201, 256)]),
+        ([16, 32, 50], [(0, 16), (33, 50), (51, 256)]),
+        (range(0, 256, 16), []),
+    ):
+        expected = [(start * 4096, end * 4096) for start, end in runs]
+        assert transfer._list_equal_runs(change_blocks(data, *changed_blocks), data) == expected
+    assert transfer._list_equal_runs(data, data[: 40 * 4096 + 5]) == [(0, 40 * 4096)]
+    assert transfer._list_equal_runs(data[: 40 * 4096 + 5], data) == [(0, 40 * 4096)]
+    assert transfer._list_equal_runs(data[:4096], data) == transfer._list_equal_runs(data, b"") == []
+
+
+@pytest.fixture(params=[True, False], ids=["reflink", "no reflink"])
+def xfs_store(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Snapshots]:
+    """The store of snapshots on a real XFS file system."""
+    with LoopXfs(tmp_path / "image", tmp_path / "mount", size_mb=320, reflink=request.param) as xfs:
+        layout = Layout(xfs.mount_point / "state")
+        layout.create()
+        yield Snapshots(layout, Quarantine(xfs.mount_point / "state"))
+
+
+@pytest.mark.anyio
+async def test_data_that_a_local_snapshot_has_is_not_written_again(
+    xfs_store: Snapshots, request: pytest.FixtureRequest
+) -> None:
+    has_reflink = "no reflink" not in request.node.name
+    disk = random.Random(2).randbytes(8 * MIB)
+    base_snapshot = make_snapshot(MemoryMode.NONE)
+    base_target = start_import(xfs_store, base_snapshot)
+    base_target.write(SnapshotPart.DISK, MIB, disk)
+    await base_target.commit()
+    base = transfer.SnapshotFileSource(xfs_store.files(base_snapshot), base_snapshot, memory=False)
+    # The second snapshot has other data in two blocks, and nothing where the base has its last MiB.
+    new_disk = change_blocks(disk[: 7 * MIB], 100, 1500)
+    snapshot = make_snapshot(MemoryMode.NONE)
+    target = start_import(xfs_store, snapshot)
+    target.use_bases([base])
+    for start in range(0, len(new_disk), MIB):
+        target.write(SnapshotPart.DISK, MIB + start, new_disk[start : start + MIB])
+    target.use_bases([])
+    base.close()
+    await target.commit()
+    image = xfs_store.files(snapshot).disk
+    contents = image.read_bytes()
+    assert contents[MIB : 8 * MIB] == new_disk and not any(contents[8 * MIB : 32 * MIB])
+    assert contents[32 * MIB :].startswith(b"d" * 4096) and len(contents) == 64 * MIB
+    shared_bytes = sum(extent.length for extent in reflink.walk_extents(image) if extent.is_shared)
+    assert shared_bytes == (len(new_disk) - 2 * 4096 if has_reflink else 0)
+    xfs_store.remove(base_snapshot)
+    assert image.read_bytes() == contents, "the new snapshot depends on the old one"

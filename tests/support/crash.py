@@ -29,7 +29,7 @@ from qemu.qmp import QMPClient
 from sandbox_gateway.config import Config
 from sandbox_gateway.engine.engine import Engine
 from sandbox_gateway.engine.spec import ForkSpec, MountSpec
-from sandbox_gateway.engine.transfer import artifacts
+from sandbox_gateway.engine.transfer import bases
 from sandbox_gateway.hosts.base import Host
 from tests.support import session
 
@@ -133,7 +133,7 @@ VOLUME_OPERATIONS: dict[str, Any] = {
 
 async def _pull_copy(engine: Engine) -> None:
     """Pull the snapshot at `team/env:mark` in the first allowed registry, and fetch every chunk."""
-    artifacts._MAX_BASES = 0
+    bases._MAX_BASES = 0
     pull = await engine.artifacts.pull(f"{engine.config.registry.allowed[0]}/team/env:mark", name="new")
     assert pull.task is not None
     await pull.task

@@ -347,6 +347,8 @@ BAD_FIELDS: dict[str, dict[str, Any]] = {
     "a compressed stream of another kind of host": {"encoding": "compressed"},
     "an unknown encoding": {"encoding": "zip", "host_kind": "jail_zfs"},
     "a plain stream that continues an import": {"continues": True},
+    "a path as an ancestor": {"ancestors": ["../../base"]},
+    "many ancestors": {"ancestors": ["0" * 12] * 17},
     "a path as the architecture": {"architecture": "/bin/sh"},
     "too many CPUs": {"sizes": {"cpus": 10**9, "memory_mb": 64, "disk_mb": 64}},
     "no memory": {"sizes": {"cpus": 1, "memory_mb": 0, "disk_mb": 64}},

@@ -256,6 +256,14 @@ class ResumableTarget(ImportTarget, Protocol):
         """Prepare for the rest of the stream, in a part with the given size. ``snapshot``: its record from now on."""
 
 
+@runtime_checkable
+class SharingTarget(ImportTarget, Protocol):
+    """An import that does not write data again that a local snapshot has at the same place."""
+
+    def use_bases(self, bases: Sequence[SnapshotSource]) -> None:
+        """Compare what is written next with these open snapshots. They must remain open until the next call."""
+
+
 @dataclass(frozen=True)
 class SlowCommand:
     """A storage command that should have finished by now. ``since``: its start, in seconds since 1970."""

@@ -25,7 +25,7 @@ import zstandard
 from pydantic import BaseModel, ConfigDict, Field, StringConstraints, ValidationError, model_validator
 
 from sandbox_gateway.engine.transfer.container import BLOCK_BYTES
-from sandbox_gateway.engine.transfer.manifest import Manifest
+from sandbox_gateway.engine.transfer.manifest import MAX_ANCESTORS, Manifest
 from sandbox_gateway.engine.transfer.signing import PUBLIC_KEY_BYTES, SIGNATURE_BYTES, Signer, has_valid_signature
 from sandbox_gateway.errors import Invalid, Unsupported
 from sandbox_gateway.hosts.base import SnapshotPart
@@ -42,7 +42,6 @@ MAX_DOCUMENT_BYTES = 4 << 20
 """The maximum size of the manifest and of the config. Registries accept manifests of at least this size."""
 MAX_CHUNKS = 20_000
 """The maximum number of chunks, whose descriptors fit into a manifest of MAX_DOCUMENT_BYTES."""
-MAX_ANCESTORS = 16
 _MIN_CHUNK_BYTES = 1 << 20
 _MAX_CHUNK_BYTES = 16 << 20
 _CHUNKS_PER_PART = 4096
@@ -191,7 +190,7 @@ def build_contents(
     sized_parts = [
         part.model_copy(update={"data_bytes": size}) for part, size in zip(manifest.parts, data_bytes, strict=True)
     ]
-    manifest = manifest.model_copy(update={"parts": sized_parts})
+    manifest = manifest.model_copy(update={"parts": sized_parts, "ancestors": []})
     tables: list[list[tuple[int, str]]] = [[] for _ in manifest.parts]
     for place, digest in chunks:
         if digest:

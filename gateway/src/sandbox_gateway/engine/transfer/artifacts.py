@@ -11,7 +11,7 @@ import asyncio
 import contextlib
 import hashlib
 import secrets
-from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Container, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Collection, Container, Iterable, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime
 from typing import TYPE_CHECKING, Literal, TypeVar
@@ -26,7 +26,7 @@ from sandbox_gateway.engine.templates import Templates
 from sandbox_gateway.engine.transfer.kept_blobs import KeptBlobs
 from sandbox_gateway.engine.transfer.transfers import Transfers
 from sandbox_gateway.errors import BackendFailed, Conflict, GatewayError, Invalid, NotFound
-from sandbox_gateway.hosts.base import MEMORY_PARTS, ImportTarget, SnapshotPart, SnapshotSource
+from sandbox_gateway.hosts.base import MEMORY_PARTS, ImportTarget, SharingTarget, SnapshotPart, SnapshotSource
 from sandbox_gateway.image_references import RegistryLogin
 from sandbox_gateway.log import Logger
 from sandbox_gateway.records import MemoryMode, Snapshot, SnapshotKind, now
@@ -41,8 +41,6 @@ if TYPE_CHECKING:
 _WORKERS = 4
 """The number of chunks that a transfer processes at the same time."""
 _MAX_FINISHED_TRANSFERS = 100
-_MAX_BASES = 4
-"""The number of local snapshots in which a pull looks for chunks."""
 _SWEEP_INTERVAL_SECONDS = 3600.0
 _TITLE = "org.opencontainers.image.title"
 _Item = TypeVar("_Item")
@@ -274,26 +272,11 @@ class Artifacts:
             artifact.build_contents,
             manifest,
             data_bytes,
-            self._list_ancestors(snapshot),
+            self._transfers.bases.list_ancestors(snapshot),
             zip(places, digests, strict=True),
         )
         ordered_digests = dict.fromkeys(digest for digest in digests if digest)
         return contents, [layer for digest in ordered_digests if (layer := layers[digest]) is not None]
-
-    def _list_ancestors(self, snapshot: Snapshot) -> list[str]:
-        """Return ids of snapshots that probably share chunks with this one, nearest first."""
-        from sandbox_gateway.engine.transfer.artifact import MAX_ANCESTORS
-
-        ids: dict[str, None] = {}
-        seen_ids: set[str] = set()
-        ancestor: Snapshot | None = snapshot
-        while ancestor is not None and ancestor.id not in seen_ids and len(ids) < MAX_ANCESTORS:
-            seen_ids.add(ancestor.id)
-            origin_id = ancestor.imported.snapshot if ancestor.imported else ""
-            parent_id = ancestor.parent or ancestor.template_id
-            ids |= dict.fromkeys(id for id in (origin_id, parent_id) if id not in ("", snapshot.id))
-            ancestor = self._index.snapshots.get(parent_id)
-        return [*ids][:MAX_ANCESTORS]
 
     # -- pull -------------------------------------------------------------------------------------------------------
 
@@ -437,6 +420,8 @@ class Artifacts:
                 # The signed table contains the digest of each chunk, which is checked before the chunk is written.
                 target = await self._host.begin_import(pull.snapshot, pull.parts, line=manifest.line, authentic=True)
                 try:
+                    if bases and isinstance(target, SharingTarget):
+                        target.use_bases(bases)
                     if not is_planned:
                         await self._write_chunks(pull, found_places, target, pending_import)
                     await self._transfers.commit_import(pull.snapshot, target)
@@ -453,35 +438,15 @@ class Artifacts:
             if digest not in found_digests and not self._kept_blobs.has(layer.digest, layer.size)
         }
 
-    @contextlib.asynccontextmanager
-    async def _bases_opened(self, pull: _Pull, *, is_planned: bool) -> AsyncIterator[list[SnapshotSource]]:
+    def _bases_opened(
+        self, pull: _Pull, *, is_planned: bool
+    ) -> contextlib.AbstractAsyncContextManager[list[SnapshotSource]]:
         """Open the local snapshots that probably share chunks with the artifact."""
         contents = pull.artifact.contents
         # A jail's snapshot shares nothing with the others, and its stream would have to be written to a file first.
         can_share = not is_planned and SnapshotPart.STREAM not in pull.parts
-        has_memory = not MEMORY_PARTS.isdisjoint(pull.parts)
-        with contextlib.ExitStack() as stack:
-            bases: list[SnapshotSource] = []
-            for snapshot in self._find_bases(contents) if can_share else ():
-                memory = (
-                    has_memory and snapshot.memory is not MemoryMode.NONE and not self._host.memory_problem(snapshot)
-                )
-                # Without this base, the chunks are fetched.
-                with contextlib.suppress(GatewayError):
-                    async with self._collector.pinned_then_collected(snapshot):
-                        base = await self._host.open_snapshot(snapshot, memory=memory)
-                    stack.callback(base.close)
-                    bases.append(base)
-            yield bases
-
-    def _find_bases(self, contents: Contents) -> list[Snapshot]:
-        ids = [contents.manifest.snapshot_id, *contents.ancestors]
-        found_snapshots = []
-        for id in ids:
-            for snapshot in self._index.snapshots.values():
-                if snapshot.id == id or (snapshot.imported is not None and snapshot.imported.snapshot == id):
-                    found_snapshots.append(snapshot)
-        return found_snapshots[:_MAX_BASES]
+        ids = [contents.manifest.snapshot_id, *contents.ancestors] if can_share else []
+        return self._transfers.bases.opened(ids, memory=not MEMORY_PARTS.isdisjoint(pull.parts))
 
     async def _fetch_blobs(
         self,

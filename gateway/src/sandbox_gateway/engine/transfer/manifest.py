@@ -17,6 +17,7 @@ from sandbox_gateway.records import Id, Name
 from sandbox_gateway.validation import explain
 
 MAX_MANIFEST_BYTES = 64 << 10
+MAX_ANCESTORS = 16
 _MAX_IMAGE_BYTES = 1 << 46
 _MAX_DEVICE_STATE_BYTES = 64 << 20
 _MAX_BOOT_FILE_BYTES = 1 << 30
@@ -131,6 +132,8 @@ class Manifest(_AnyManifest):
     """Whether the agent in the captured memory listens on its serial line."""
     continues: bool = Field(False, strict=True)
     """Whether the stream begins where an interrupted import of the same snapshot ended."""
+    ancestors: list[Id] = Field(default_factory=list, max_length=MAX_ANCESTORS)
+    """Ids, in the gateway that exported it, of snapshots that probably share data with it. The nearest is first."""
     parts: list[Part] = Field(max_length=len(SnapshotPart))
 
     @model_validator(mode="after")

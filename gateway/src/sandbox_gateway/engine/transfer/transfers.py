@@ -26,6 +26,7 @@ from sandbox_gateway.engine.durations import measured, set_memory_mode
 from sandbox_gateway.engine.names import require_valid_name
 from sandbox_gateway.engine.room import PendingImport, RoomMonitor
 from sandbox_gateway.engine.secret import load_secret
+from sandbox_gateway.engine.transfer.bases import Bases
 from sandbox_gateway.engine.transfer.interrupted import Continuation, InterruptedImports, ReceivedFile
 from sandbox_gateway.errors import Busy, Conflict, Invalid, NoSpace, Unsupported, Untrusted
 from sandbox_gateway.hosts.base import (
@@ -33,6 +34,7 @@ from sandbox_gateway.hosts.base import (
     ImportTarget,
     PartSource,
     ResumableTarget,
+    SharingTarget,
     SnapshotPart,
     SnapshotSource,
 )
@@ -75,6 +77,7 @@ class Transfers:
         self._room = room
         self._active_count = 0
         self.interrupted_imports = InterruptedImports(context)
+        self.bases = Bases(context, collector)
         self.list_fleet_signers: Callable[[], Collection[str]] = tuple
         """Returns the fingerprints of the other hosts of a fleet, whose files and artifacts are trusted, too."""
 
@@ -107,7 +110,7 @@ class Transfers:
         return await self._open_export(
             snapshot,
             lambda: self._host.open_snapshot(snapshot, memory=memory, resume_token=resume_token),
-            partial(_create_manifest, snapshot, continues=bool(resume_token)),
+            partial(_create_manifest, snapshot, self.bases.list_ancestors(snapshot), continues=bool(resume_token)),
         )
 
     def require_exportable(self, snapshot: Snapshot) -> None:
@@ -199,7 +202,8 @@ class Transfers:
                     try:
                         async with self.names_claimed(snapshot, snapshot.names):
                             if not head_only:
-                                await _write_chunks(file, target, sizes, pending_import)
+                                async with self._bases_used(target, manifest, has_memory=has_memory):
+                                    await _write_chunks(file, target, sizes, pending_import)
                             await self.commit_import(snapshot, target)
                     except BaseException as error:
                         if snapshot.id not in self._index.snapshots:
@@ -295,6 +299,19 @@ class Transfers:
         if not head_only:
             log.info("imported", volume=volume.id, signer=file.signer, release=manifest.release)
         return volume
+
+    @contextlib.asynccontextmanager
+    async def _bases_used(self, target: ImportTarget, manifest: Manifest, *, has_memory: bool) -> AsyncIterator[None]:
+        """Let the target share data with local snapshots inside this context, if it can."""
+        if not isinstance(target, SharingTarget):
+            yield
+            return
+        async with self.bases.opened([manifest.snapshot_id, *manifest.ancestors], memory=has_memory) as bases:
+            target.use_bases(bases)
+            try:
+                yield
+            finally:
+                target.use_bases([])
 
     async def _keep_file(
         self, file: _OpenFile, record: Snapshot | Volume, target: ImportTarget, pending_import: PendingImport
@@ -523,7 +540,9 @@ class Export:
             self.on_close.close()
 
 
-def _create_manifest(snapshot: Snapshot, source: SnapshotSource, parts: list[Part], *, continues: bool) -> Manifest:
+def _create_manifest(
+    snapshot: Snapshot, ancestors: list[str], source: SnapshotSource, parts: list[Part], *, continues: bool
+) -> Manifest:
     from sandbox_gateway.engine.transfer.manifest import MachinePlatform, Manifest, Sizes
 
     sizes = snapshot.resources
@@ -540,6 +559,7 @@ def _create_manifest(snapshot: Snapshot, source: SnapshotSource, parts: list[Par
         line=source.line,
         encoding=source.encoding,
         continues=continues,
+        ancestors=ancestors if _get_host_kind(source) == "kvm_xfs" else [],
         parts=parts,
     )
 

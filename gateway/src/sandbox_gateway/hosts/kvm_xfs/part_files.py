@@ -45,5 +45,8 @@ class PartFiles:
             )
         return data
 
+    def get_descriptor(self, part: SnapshotPart) -> int | None:
+        return self._descriptors.get(part)
+
     def close(self) -> None:
         self._stack.close()

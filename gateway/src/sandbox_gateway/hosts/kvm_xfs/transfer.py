@@ -9,13 +9,14 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 
-from sandbox_gateway.hosts.base import MEMORY_PARTS, SnapshotPart
+from sandbox_gateway.hosts.base import MEMORY_PARTS, SnapshotPart, SnapshotSource
 from sandbox_gateway.hosts.kvm_xfs import commit_protocol
 from sandbox_gateway.hosts.kvm_xfs.image.layout import SnapshotFiles
+from sandbox_gateway.hosts.kvm_xfs.image.reflink import clone_range
 from sandbox_gateway.hosts.kvm_xfs.image.snapshots import Snapshots
 from sandbox_gateway.hosts.kvm_xfs.memory.image_check import compute_check
 from sandbox_gateway.hosts.kvm_xfs.part_files import PartFiles
@@ -28,6 +29,9 @@ from sandbox_gateway.tasks import clean_up, finish_despite_cancellation
 _CPU_FIELDS = frozenset({"vendor_id", "cpu family", "model", "model name", "stepping", "flags", "features"})
 """The lines of /proc/cpuinfo that distinguish CPU models. The clock speed, for example, differs at each read."""
 _CPU_INFO = Path("/proc/cpuinfo")
+_BLOCK_BYTES = 4096
+_MIN_SHARED_BYTES = 64 << 10
+"""Shorter runs are written, because each shared run is an extent of its own."""
 
 log = Logger("kvm_xfs")
 
@@ -81,6 +85,9 @@ class SnapshotFileTarget:
         if self._has_memory:
             snapshot.host |= {"platform": dict(platform), "line": line}
         self._descriptors: dict[SnapshotPart, int] = {}
+        self._bases: list[SnapshotFileSource] = []
+        self._unshareable_parts: set[SnapshotPart] = set()
+        """The parts whose file system cannot share extents with the bases."""
         self._stack = ExitStack()
 
     def create(self, sizes: Mapping[SnapshotPart, int]) -> None:
@@ -93,9 +100,31 @@ class SnapshotFileTarget:
                 os.ftruncate(descriptor, sizes[part])
                 self._descriptors[part] = descriptor
 
+    def use_bases(self, bases: Sequence[SnapshotSource]) -> None:
+        self._bases = [base for base in bases if isinstance(base, SnapshotFileSource)]
+
     def write(self, part: SnapshotPart, offset: int, data: bytes) -> None:
+        descriptor, position = self._descriptors[part], 0
         with translated_os_errors(self._location):
-            write_all(self._descriptors[part], data, offset)
+            for start, end in self._share(part, offset, data):
+                write_all(descriptor, data[position:start], offset + position)
+                position = end
+            write_all(descriptor, data[position:], offset + position)
+
+    def _share(self, part: SnapshotPart, offset: int, data: bytes) -> Iterator[tuple[int, int]]:
+        """Share the runs of blocks that a base has at the same place. Yield the (start, end) of each in ``data``."""
+        for base in self._bases if part not in self._unshareable_parts else ():
+            source = base.get_descriptor(part)
+            if source is None:
+                continue
+            runs = _list_equal_runs(data, os.pread(source, len(data), offset))
+            for start, end in runs:
+                if not clone_range(source, self._descriptors[part], offset + start, end - start):
+                    self._unshareable_parts.add(part)
+                    return
+                yield start, end
+            if runs:
+                return
 
     async def commit(self) -> None:
         with translated_os_errors(self._location):
@@ -112,6 +141,25 @@ class SnapshotFileTarget:
     async def discard(self) -> None:
         self._stack.close()
         await clean_up(log, asyncio.to_thread(self._snapshots.undo, self._snapshot))
+
+
+def _list_equal_runs(data: bytes, other_data: bytes) -> list[tuple[int, int]]:
+    """Return the (start, end) of each long run of whole blocks that are equal in both."""
+    block_count = min(len(data), len(other_data)) // _BLOCK_BYTES
+    if block_count * _BLOCK_BYTES == len(data) == len(other_data) and data == other_data:
+        return [(0, len(data))] if len(data) >= _MIN_SHARED_BYTES else []
+    view, other_view = memoryview(data), memoryview(other_data)
+    runs, run_start = [], None
+    for start in range(0, (block_count + 1) * _BLOCK_BYTES, _BLOCK_BYTES):
+        end = start + _BLOCK_BYTES
+        is_equal = start < block_count * _BLOCK_BYTES and view[start:end] == other_view[start:end]
+        if is_equal and run_start is None:
+            run_start = start
+        elif not is_equal and run_start is not None:
+            if start - run_start >= _MIN_SHARED_BYTES:
+                runs.append((run_start, start))
+            run_start = None
+    return runs
 
 
 def _list_paths(files: SnapshotFiles, *, memory: bool) -> dict[SnapshotPart, Path]:

@@ -19,6 +19,8 @@ from sandbox_gateway.errors import BackendFailed, NoSpace, Unsupported
 from sandbox_gateway.hosts.os_errors import create_no_space_error, is_out_of_space
 
 _FICLONE = 0x40049409
+_FICLONERANGE = 0x4020940D
+_CLONE_RANGE = struct.Struct("=qQQQ")
 _FS_IOC_FIEMAP = 0xC020660B
 _FIEMAP_FLAG_SYNC = 0x1
 _FIEMAP_EXTENT_LAST = 0x1
@@ -47,6 +49,20 @@ def clone_fd(source: int, target: int) -> None:
         fcntl.ioctl(target, _FICLONE, source)
     except OSError as error:
         raise _translate_error(error) from None
+
+
+def clone_range(source: int, target: int, offset: int, length: int) -> bool:
+    """Make the range of the file ``target`` share the extents of the same range of ``source``.
+
+    Returns False if the file systems of the files cannot share this range. Raises OSError.
+    """
+    try:
+        fcntl.ioctl(target, _FICLONERANGE, _CLONE_RANGE.pack(source, offset, length, offset))
+    except OSError as error:
+        if error.errno not in _UNSUPPORTED_ERRNOS:
+            raise
+        return False
+    return True
 
 
 def clone(source: Path, target: Path, mode: int = 0o600) -> None:
