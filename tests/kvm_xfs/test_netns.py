@@ -111,13 +111,17 @@ class NetworkNamespace:
     def can_reach(self, address: str, port: int, *, timeout: float = 0.8) -> bool:
         """Return whether a connection succeeds.
 
-        If you expect success, pass a longer ``timeout``: a lost first packet is retransmitted only after a second.
+        If you expect success, pass a longer ``timeout``: a lost first packet is retransmitted only after a second. The
+        kernel reports a machine as unreachable after three seconds without an ARP response, so this tries again.
         """
-        try:
-            self.connect(address, port, timeout=timeout).close()
-        except CONNECTION_ERRORS:
-            return False
-        return True
+        deadline = time.monotonic() + timeout
+        while (remaining_seconds := deadline - time.monotonic()) > 0:
+            try:
+                self.connect(address, port, timeout=remaining_seconds).close()
+                return True
+            except CONNECTION_ERRORS:
+                time.sleep(0.1)
+        return False
 
     def remove(self) -> None:
         run_ip("netns", "delete", self.name, check=False)
