@@ -31,10 +31,12 @@ PACKAGES = (
 )
 _BOOT_SCRIPT = """
 mount --make-rslave /
+umount --all --lazy --types fuse.zfs
 mount -t tmpfs tmpfs /run
 mkdir -p /run/systemd
 exec systemd-nspawn "$@"
 """
+"""A container keeps the mounts that exist at its start. Other tests could not destroy their pools before its end."""
 _SYSTEMD_PATH = "/usr/lib/systemd/systemd"
 
 MAX_EXPOSURE = 62
