@@ -7,6 +7,7 @@ import json
 import subprocess
 import sys
 import time
+import traceback
 import urllib.request
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
@@ -58,8 +59,12 @@ class FleetScale:
         with _running_fleet(settings["sandboxes_per_host"]) as fleet:
             for size in settings["hosts"]:
                 ctx.print_progress(f"{size} hosts with {settings['sandboxes_per_host']} sandboxes each")
-                fleet.grow(size)
-                _add_measures(result, size, _collect_samples(fleet, size, settings))
+                try:
+                    fleet.grow(size)
+                    _add_measures(result, size, _collect_samples(fleet, size, settings))
+                except Exception:  # The results of the smaller sizes are still useful.
+                    result.failure = traceback.format_exc()
+                    break
         return result
 
 

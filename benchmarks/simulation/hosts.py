@@ -10,7 +10,7 @@ The process reads commands, one a line, and ends with its standard input:
 Engines, memberships, directories and their requests to etcd are real. Machines exist only in memory. Hosts differ from
 real ones in three ways: they do not follow the objects of others (``watches.py`` does that for all), so that only the
 transactions in etcd keep names unique; they share connections to etcd, with a client that needs less time than the real
-one; and they serve only one request, which creates a sandbox.
+one; and they serve only two requests: one creates a sandbox, and the other one checks that the gateway answers.
 """
 
 from __future__ import annotations
@@ -172,6 +172,9 @@ class _Host:
         await loop.create_server(lambda: H11Protocol(settings, state, {}), "127.0.0.1", self._port, ssl=tls)
 
     async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["path"] == "/health":
+            await JSONResponse({})(scope, receive, send)
+            return
         sandbox = await self._engine.forks.create(TEMPLATE, ForkSpec())
         await JSONResponse({"sandboxID": sandbox.id}, 201)(scope, receive, send)
 
