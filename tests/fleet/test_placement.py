@@ -280,7 +280,11 @@ async def test_the_next_host_is_the_one_that_the_idempotency_key_prefers() -> No
             tried.append(host)
             await send({"type": "http.response.start", "status": 507, "headers": []})
 
-    placer = Placer(None, SimpleNamespace(name="b"), FullHosts(), None)  # type: ignore[arg-type]
+    class NoRuns:
+        async def address(self, scope: Any, host: str, body: bytes) -> Any:
+            return scope
+
+    placer = Placer(None, SimpleNamespace(name="b"), FullHosts(), NoRuns())  # type: ignore[arg-type]
     candidates = [_candidate("a", 1), _candidate("b", 2), _candidate("c", 5)]
 
     def rank(key: str) -> list[str]:
