@@ -15,6 +15,7 @@ TOP_LEVEL_FILES = (
     "README.md",
     "pyproject.toml",
     "requirements-build.txt",
+    "requirements-fleet.txt",
     "requirements-maturin.txt",
     "requirements.txt",
     "sbom.cdx.json",
