@@ -182,3 +182,17 @@ def read_available_memory_bytes() -> int:
         if line.startswith("MemAvailable:"):
             return int(line.split()[1]) * 1024
     raise RuntimeError("/proc/meminfo has no MemAvailable line")
+
+
+def create_busy_program(megabytes: int, *, pause_seconds: float) -> str:
+    """Return a Python program whose working set does not grow: it rewrites the same memory with new contents."""
+    return f"""
+import ctypes, time
+size = {megabytes} << 20
+memory = ctypes.create_string_buffer(size)
+count = 0
+while True:
+    count += 1
+    ctypes.memset(memory, count % 255 + 1, size)
+    time.sleep({pause_seconds})
+"""

@@ -117,21 +117,13 @@ def _draw_scale(
         ("lineage", _PART_COLOURS[4], "whole lineage"),
     ):
         medians = [measures[f"{key}_{size}"]["p50"] for size in sizes]
-        upper_plot.plot(
-            sizes, medians, "o-", color=colour, linewidth=2, markersize=4, label=f"{label} ({medians[-1]:.3g})"
-        )
+        _draw_series(upper_plot, sizes, medians, colour, label)
     upper_plot.set_xscale("log")
     upper_plot.set_yscale("log")
     upper_plot.set_xlabel("snapshots, with a stopped sandbox for every fifth")
     upper_plot.set_ylabel("milliseconds, median")
     _draw_frame(upper_plot)
-    memory = [measures[f"memory_{size}"]["p50"] / (1 << 20) for size in sizes]
-    lower_plot.plot(sizes, memory, "o-", color=_MAIN_COLOUR, linewidth=2, markersize=4)
-    lower_plot.set_title(f"Resident memory after the start, MiB (at the end {memory[-1]:.0f})", fontsize=9)
-    lower_plot.set_xscale("log")
-    lower_plot.set_ylim(0, 1.2 * max(memory))
-    lower_plot.grid(color=_GRID_COLOUR, linewidth=0.8)
-    lower_plot.spines[["top", "right"]].set_visible(False)
+    _draw_memory_by_size(lower_plot, sizes, measures, "Resident memory after the start")
 
 
 def _draw_fleet_scale(upper_plot: Axes, lower_plot: Axes, measures: dict[str, Any]) -> None:
@@ -150,9 +142,7 @@ def _draw_fleet_scale(upper_plot: Axes, lower_plot: Axes, measures: dict[str, An
         values = [compute_percentile(measures[f"{key}_{size}"]["samples"], percent) for size in sizes]
         # With few placements, what etcd does otherwise can outweigh them.
         values = [max(value, 0.1) for value in values]
-        upper_plot.plot(
-            sizes, values, "o-", color=colour, linewidth=2, markersize=4, label=f"{label} ({values[-1]:.3g})"
-        )
+        _draw_series(upper_plot, sizes, values, colour, label)
     upper_plot.set_xscale("log")
     upper_plot.set_yscale("log")
     requests, transactions = (
@@ -165,13 +155,21 @@ def _draw_fleet_scale(upper_plot: Axes, lower_plot: Axes, measures: dict[str, An
     )
     upper_plot.set_ylabel("milliseconds")
     _draw_frame(upper_plot)
+    _draw_memory_by_size(lower_plot, sizes, measures, "Memory of the view")
+
+
+def _draw_series(plot: Axes, sizes: list[int], values: list[float], colour: str, label: str) -> None:
+    plot.plot(sizes, values, "o-", color=colour, linewidth=2, markersize=4, label=f"{label} ({values[-1]:.3g})")
+
+
+def _draw_memory_by_size(plot: Axes, sizes: list[int], measures: dict[str, Any], title: str) -> None:
     memory = [measures[f"memory_{size}"]["p50"] / (1 << 20) for size in sizes]
-    lower_plot.plot(sizes, memory, "o-", color=_MAIN_COLOUR, linewidth=2, markersize=4)
-    lower_plot.set_title(f"Memory of the view, MiB (at the end {memory[-1]:.0f})", fontsize=9)
-    lower_plot.set_xscale("log")
-    lower_plot.set_ylim(0, 1.2 * max(*memory, 1))
-    lower_plot.grid(color=_GRID_COLOUR, linewidth=0.8)
-    lower_plot.spines[["top", "right"]].set_visible(False)
+    plot.plot(sizes, memory, "o-", color=_MAIN_COLOUR, linewidth=2, markersize=4)
+    plot.set_title(f"{title}, MiB (at the end {memory[-1]:.0f})", fontsize=9)
+    plot.set_xscale("log")
+    plot.set_ylim(0, 1.2 * max(*memory, 1))
+    plot.grid(color=_GRID_COLOUR, linewidth=0.8)
+    plot.spines[["top", "right"]].set_visible(False)
 
 
 def _draw_rivals(upper_plot: Axes, lower_plot: Axes, measures: dict[str, Any]) -> None:

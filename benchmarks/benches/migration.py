@@ -13,7 +13,7 @@ from collections import defaultdict
 
 import numpy as np
 
-from benchmarks.context import Context
+from benchmarks.context import Context, create_busy_program
 from benchmarks.measure import Result
 from benchmarks.raw_qemu import RawMachine, RawQemu
 from sandbox_gateway.hosts.kvm_xfs.memory.ram import PAGE_BYTES, Ram
@@ -23,16 +23,7 @@ _INTERVAL_SECONDS = 0.01
 _MAX_RUNNING_SECONDS = 10
 """After this time, the source is stopped, in case it writes faster than QEMU sends."""
 _DIRTY_MB = 4
-_BUSY_PROGRAM = f"""
-import ctypes, time
-size = {_DIRTY_MB} << 20
-memory = ctypes.create_string_buffer(size)
-count = 0
-while True:
-    count += 1
-    ctypes.memset(memory, count % 255 + 1, size)
-    time.sleep(0.02)
-"""
+_BUSY_PROGRAM = create_busy_program(_DIRTY_MB, pause_seconds=0.02)
 
 
 class Migration:

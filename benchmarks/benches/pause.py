@@ -9,7 +9,7 @@ from pathlib import Path
 
 import numpy as np
 
-from benchmarks.context import Context, KvmXfs, Steps
+from benchmarks.context import Context, KvmXfs, Steps, create_busy_program
 from benchmarks.measure import Result, Target
 from benchmarks.ping import Ping
 from benchmarks.raw_qemu import RawMachine
@@ -30,17 +30,7 @@ _PHASE_TITLES = {
     "continue": "resume the guest",
 }
 
-# A busy program whose working set does not grow: it rewrites the same memory with new contents.
-_BUSY_PROGRAM = f"""
-import ctypes, time
-size = {_DIRTY_MB} << 20
-memory = ctypes.create_string_buffer(size)
-count = 0
-while True:
-    count += 1
-    ctypes.memset(memory, count % 255 + 1, size)
-    time.sleep(0.1)
-"""
+_BUSY_PROGRAM = create_busy_program(_DIRTY_MB, pause_seconds=0.1)
 
 
 class Pause:
