@@ -155,9 +155,7 @@ class BuildFiles:
                             received_bytes += len(batch)
                             if received_bytes > self._max_bytes:
                                 raise self._create_too_large_error()
-                            await finish_despite_cancellation(asyncio.to_thread(file.write, batch))
-                            if hasher is not None:
-                                await finish_despite_cancellation(asyncio.to_thread(hasher.feed, batch))
+                            await finish_despite_cancellation(asyncio.to_thread(_write, file, batch, hasher))
                             pending_upload.count_written_bytes(len(batch), memory=False)
                         if hasher is not None:
                             _require_digest(digest, hasher.compute())
@@ -195,6 +193,13 @@ class BuildFiles:
             f"the archive is larger than {self._limit_mb} MiB (limits.upload_mb): list files that the template "
             "does not need in .dockerignore, or raise that limit"
         )
+
+
+def _write(file: BinaryIO, batch: bytes, hasher: ArchiveHasher | None) -> None:
+    """Write a piece of an archive, and add it to ``hasher``. Blocks."""
+    file.write(batch)
+    if hasher is not None:
+        hasher.feed(batch)
 
 
 def _flush(file: BinaryIO) -> None:
