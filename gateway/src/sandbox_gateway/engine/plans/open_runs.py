@@ -49,8 +49,22 @@ class OpenRuns(Generic[_Run]):
         run = self._runs.get(id)
         return run if run is not None and run.owner == owner else None
 
+    def find_at_home(self, owner: str, id: str) -> _Run | None:
+        """Return an open run of this gateway, but not a part of another gateway's run."""
+        run = self.find(owner, id)
+        return run if run is not None and not run.home else None
+
+    def find_part(self, owner: str, id: str, home: str) -> _Run | None:
+        """Return the part of the run with the token ``home`` of another gateway."""
+        run = self.find(owner, id)
+        return run if run is not None and run.home == home else None
+
     def list_by_owner(self, owner: str) -> list[_Run]:
         return [run for run in self if run.owner == owner]
+
+    def list_at_home(self, owner: str) -> list[_Run]:
+        """Return the runs of an owner, without the parts of other gateways' runs."""
+        return [run for run in self.list_by_owner(owner) if not run.home]
 
     def touch(self, run: _Run) -> _Run:
         """Mark ``run`` as the most recently used. Adds it if it is new."""

@@ -86,13 +86,12 @@ class AppliedRuns:
     def find_part(self, owner: str, id: str, home: str) -> AppliedRun | None:
         """Return the part of another gateway's run, which then stays open, or None if it has ended."""
         self._end_idle_runs()
-        run = self._runs.find(owner, id)
-        return self._runs.touch(run) if run is not None and run.home == home else None
+        part = self._runs.find_part(owner, id, home)
+        return self._runs.touch(part) if part is not None else None
 
     def find(self, owner: str, id: str) -> AppliedRun | None:
         """Return an open run of this gateway, but not a part of another gateway's run."""
-        run = self._runs.find(owner, id)
-        return run if run is not None and not run.home else None
+        return self._runs.find_at_home(owner, id)
 
     def has_ended(self, id: str) -> bool:
         return self._runs.has_ended(id)
@@ -105,7 +104,7 @@ class AppliedRuns:
     def list(self, owner: str) -> list[AppliedRun]:
         """Return the runs of a key, without the parts of other gateways' runs."""
         self._end_idle_runs()
-        return [run for run in self._runs.list_by_owner(owner) if not run.home]
+        return self._runs.list_at_home(owner)
 
     def close(self, owner: str, id: str) -> None:
         """End a run. Raises Gone."""

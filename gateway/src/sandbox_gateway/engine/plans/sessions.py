@@ -151,13 +151,12 @@ class PlanSessions:
     def find_part(self, owner: str, id: str, home: str) -> PlanSession | None:
         """Return the part of another gateway's session, which then stays open, or None if it has ended."""
         self._end_idle_sessions()
-        session = self._sessions.find(owner, id)
-        return self._touch(session) if session is not None and session.home == home else None
+        part = self._sessions.find_part(owner, id, home)
+        return self._touch(part) if part is not None else None
 
     def find(self, owner: str, id: str) -> PlanSession | None:
         """Return an open session of this gateway, but not a part of another gateway's session."""
-        session = self._sessions.find(owner, id)
-        return session if session is not None and not session.home else None
+        return self._sessions.find_at_home(owner, id)
 
     def has_ended(self, id: str) -> bool:
         return self._sessions.has_ended(id)
@@ -234,7 +233,7 @@ class PlanSessions:
     def list(self, owner: str) -> list[PlanSession]:
         """Return the sessions of a key, without the parts of other gateways' sessions."""
         self._end_idle_sessions()
-        return [session for session in self._sessions.list_by_owner(owner) if not session.home]
+        return self._sessions.list_at_home(owner)
 
     async def close(self, owner: str, id: str) -> None:
         """End a session. Raises NotFound."""
