@@ -13,12 +13,15 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 
+import numpy as np
+
 from sandbox_gateway.hosts.base import MEMORY_PARTS, SnapshotPart, SnapshotSource
 from sandbox_gateway.hosts.kvm_xfs import commit_protocol
 from sandbox_gateway.hosts.kvm_xfs.image.layout import SnapshotFiles
 from sandbox_gateway.hosts.kvm_xfs.image.reflink import clone_range
 from sandbox_gateway.hosts.kvm_xfs.image.snapshots import Snapshots
 from sandbox_gateway.hosts.kvm_xfs.memory.image_check import compute_check
+from sandbox_gateway.hosts.kvm_xfs.memory.runs import create_runs_from_mask
 from sandbox_gateway.hosts.kvm_xfs.part_files import PartFiles
 from sandbox_gateway.hosts.os_errors import translated_os_errors
 from sandbox_gateway.hosts.positional_writes import write_all
@@ -145,21 +148,12 @@ class SnapshotFileTarget:
 
 def _list_equal_runs(data: bytes, other_data: bytes) -> list[tuple[int, int]]:
     """Return the (start, end) of each long run of whole blocks that are equal in both."""
-    block_count = min(len(data), len(other_data)) // _BLOCK_BYTES
-    if block_count * _BLOCK_BYTES == len(data) == len(other_data) and data == other_data:
-        return [(0, len(data))] if len(data) >= _MIN_SHARED_BYTES else []
-    view, other_view = memoryview(data), memoryview(other_data)
-    runs, run_start = [], None
-    for start in range(0, (block_count + 1) * _BLOCK_BYTES, _BLOCK_BYTES):
-        end = start + _BLOCK_BYTES
-        is_equal = start < block_count * _BLOCK_BYTES and view[start:end] == other_view[start:end]
-        if is_equal and run_start is None:
-            run_start = start
-        elif not is_equal and run_start is not None:
-            if start - run_start >= _MIN_SHARED_BYTES:
-                runs.append((run_start, start))
-            run_start = None
-    return runs
+    length = min(len(data), len(other_data)) // _BLOCK_BYTES * _BLOCK_BYTES
+    blocks, other_blocks = (
+        np.frombuffer(each, np.uint64, length // 8).reshape(-1, _BLOCK_BYTES // 8) for each in (data, other_data)
+    )
+    runs = create_runs_from_mask((blocks == other_blocks).all(axis=1), 0, _BLOCK_BYTES).tolist()
+    return [(start, start + size) for start, size in runs if size >= _MIN_SHARED_BYTES]
 
 
 def _list_paths(files: SnapshotFiles, *, memory: bool) -> dict[SnapshotPart, Path]:
