@@ -160,7 +160,7 @@ def test_a_snapshot_can_be_removed_while_it_is_exported(runner: EngineRunner) ->
     import_volume(runner, file, name="copy")
 
 
-def test_a_cancelled_import_leaves_nothing_behind(runner: EngineRunner, world: World) -> None:
+def test_a_cancelled_import_is_kept_until_it_is_discarded(runner: EngineRunner, world: World) -> None:
     fill_volume(runner)
     file = export_volume(runner, "data", "monday")
     traces = world.read_traces(runner.config)
@@ -179,6 +179,9 @@ def test_a_cancelled_import_leaves_nothing_behind(runner: EngineRunner, world: W
         with pytest.raises(asyncio.CancelledError):
             await task
 
+    imports = runner.engine.transfers.interrupted_imports
     runner.do(cancel_import())
+    (kept,) = imports.list()
+    runner.do(imports.discard(kept.id))
     assert world.read_traces(runner.config) == traces
     import_volume(runner, file, name="copy")
