@@ -133,15 +133,15 @@ class RawMachine:
             self._monitor = Monitor(address)
             self._monitor.execute("qmp_capabilities")
 
-    def start_and_ping(self) -> float:
+    def start_and_ping(self, *, boot: bool = False) -> float:
         """Start QEMU and send the agent a message over the serial port. Return the milliseconds until its answer.
 
-        Does not execute QMP commands.
+        Does not execute QMP commands. ``boot``: boot the guest from its disk instead of loading the device state.
         """
         message = b"?" + uuid.uuid4().bytes
-        with self._starting(defer_load=False) as (start_time, _, _):
+        with self._starting(defer_load=False, boot=boot) as (start_time, _, _):
             assert self._line is not None
-            self._line.settimeout(_TIMEOUT_SECONDS)
+            self._line.settimeout(_BOOT_TIMEOUT_SECONDS if boot else _TIMEOUT_SECONDS)
             self._line.sendall(message)
             self._read_until(message)
             answer_time = time.perf_counter()
@@ -153,7 +153,7 @@ class RawMachine:
 
         Without the initrd, the kernel has no driver for the disk. It panics, and QEMU exits.
         """
-        with self._starting(defer_load=False, boot=True) as (start_time, _, _):
+        with self._starting(defer_load=False, boot=True, initrd=False) as (start_time, _, _):
             assert self._process is not None
             pidfd = os.pidfd_open(self._process.pid)
             try:
@@ -211,14 +211,15 @@ class RawMachine:
         defer_load: bool,
         hold: bool = False,
         boot: bool = False,
+        initrd: bool = True,
         as_root: bool = False,
         blank: bool = False,
         shares_memory: bool = False,
     ) -> Iterator[tuple[float, str, int]]:
         """Start QEMU. Yields the start time, the address of the QMP socket, and the descriptor of the device state.
 
-        ``boot``: boot the kernel, without an initrd, instead of loading the device state. ``as_root``: do not change
-        the user. ``blank``: see ``start_blank``. ``shares_memory``: what the guest writes goes to the memory file.
+        ``boot``: boot the kernel instead of loading the device state. ``as_root``: do not change the user. ``blank``:
+        see ``start_blank``. ``shares_memory``: what the guest writes goes to the memory file.
         """
         with (
             socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC) as listener,
@@ -235,7 +236,7 @@ class RawMachine:
                 argv = build_arguments(
                     self._spec, self.files, qmp_fd=fds[0], line_fd=fds[1], state_fd=state_fd, hold=hold
                 )
-                if boot:
+                if not initrd:
                     _remove_option(argv, "-initrd")
                 if defer_load:
                     argv[argv.index("-incoming") + 1] = "defer"

@@ -53,8 +53,7 @@ def mount_file_systems() -> None:
 def load_modules() -> None:
     with open("/proc/sys/kernel/modprobe", "w") as file:
         file.write(f"{PREFIX}/bin/modprobe")
-    for module in MODULES:
-        run([f"{PREFIX}/bin/modprobe", "-q", module])
+    run([f"{PREFIX}/bin/modprobe", "-q", "-a", *MODULES])
 
 
 def name_ports() -> None:
