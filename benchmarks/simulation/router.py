@@ -80,7 +80,7 @@ def main() -> None:
     # Otherwise, the start of the gateway would count.
     View.follow = follow  # type: ignore[method-assign]
     gateway = MemoryGateway(Path(root), fleet=json.loads(section))
-    directory = gateway.engine._context.claims
+    directory = gateway.engine._context.name_claims
     assert isinstance(directory, Directory)
     figures = asyncio.run_coroutine_threadsafe(measure_load(directory._view), gateway.loop).result()
     print(json.dumps({"port": gateway.port, **figures}), flush=True)

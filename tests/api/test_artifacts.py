@@ -16,7 +16,7 @@ from typing import Any
 import httpx
 import pytest
 
-from sandbox_gateway.engine.transfer import artifact, registry_client
+from sandbox_gateway.engine.transfer import artifact_format, registry_client
 from sandbox_gateway.engine.transfer.manifest import parse_manifest
 from sandbox_gateway.engine.transfer.signing import Signer
 from sandbox_gateway.hosts.base import Room, SnapshotPart
@@ -460,7 +460,7 @@ def test_wrong_bytes_and_missing_blobs_are_refused(
 def put_blob(registry: Registry, repository: str, data: bytes) -> None:
     uploads_url = f"http://{registry.address}/v2/{repository}/blobs/uploads/"
     location = httpx.post(uploads_url).raise_for_status().headers["location"]
-    digest = artifact.compute_blob_digest(data)
+    digest = artifact_format.compute_blob_digest(data)
     httpx.put(httpx.URL(location).copy_merge_params({"digest": digest}), content=data).raise_for_status()
 
 
@@ -473,14 +473,14 @@ def test_a_part_with_more_data_than_announced_is_refused(
     parts = [{"name": name, "size": 1 << 20, "data_bytes": 1} for name in ("kernel", "initrd", "disk")]
     manifest = parse_manifest(json.dumps(make_manifest_fields(platform=None, line=False, parts=parts)).encode())
     disk = b'{"color": "green"}'.ljust(8192).ljust(1 << 20, b"\0")
-    chunk = artifact.Place(SnapshotPart.DISK, 2, 0, len(disk)), hashlib.sha256(disk).hexdigest()
-    contents = artifact.build_contents(manifest, [0, 0, announced_bytes], [], [chunk])
-    config, blob = artifact.encode_config(contents, signer), artifact.compress_chunk(disk)
+    chunk = artifact_format.Place(SnapshotPart.DISK, 2, 0, len(disk)), hashlib.sha256(disk).hexdigest()
+    contents = artifact_format.build_contents(manifest, [0, 0, announced_bytes], [], [chunk])
+    config, blob = artifact_format.encode_config(contents, signer), artifact_format.compress_chunk(disk)
     repository = reference.removeprefix(f"{shared_registry.address}/").partition(":")[0]
     for each in (config, blob):
         put_blob(shared_registry, repository, each)
-    layers = [artifact.describe_blob(blob, artifact.CHUNK_TYPE)]
-    put_manifest(shared_registry, reference, json.loads(artifact.encode_index(config, layers, {})))
+    layers = [artifact_format.describe_blob(blob, artifact_format.CHUNK_TYPE)]
+    put_manifest(shared_registry, reference, json.loads(artifact_format.encode_index(config, layers, {})))
     body = {"reference": reference, "name": "foreign", "trust": [signer.fingerprint]}
     transfer = wait_for(first, first.post("/snapshots/pull", json=body))
     if announced_bytes == 8192:

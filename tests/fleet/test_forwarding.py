@@ -403,7 +403,7 @@ def test_a_host_that_hangs_does_not_keep_its_clients_waiting(pair: Pair, monkeyp
 def test_a_stream_outlasts_the_membership_of_its_host(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(peers, "_PROBE_SECONDS", 3.0)
     one, two = pair
-    view = one.gateway.engine._context.claims._view  # type: ignore[attr-defined]
+    view = one.gateway.engine._context.name_claims._view  # type: ignore[attr-defined]
     with (
         one.client(EXEC_KEY) as client,
         client.stream("GET", "/stream", headers=make_port_headers(Objects(two).sandbox)) as response,

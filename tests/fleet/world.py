@@ -100,7 +100,7 @@ class FleetHost:
         return response.json() if response.content else None
 
     def get_directory(self) -> Directory:
-        directory = self.gateway.engine._context.claims
+        directory = self.gateway.engine._context.name_claims
         assert isinstance(directory, Directory)
         return directory
 

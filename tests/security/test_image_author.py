@@ -178,7 +178,7 @@ def test_the_gateway_starts_despite_a_deep_tree_left_by_a_killed_build(
 @pytest.mark.parametrize(
     "remove",
     [
-        lambda path: asyncio.run(rootfs_common.remove_tree(path)),
+        lambda path: asyncio.run(rootfs_common.remove_tree_in_thread(path)),
         lambda path: Tree(path.parent).remove(f"/{path.name}"),
         lambda path: (path.rename(commit_protocol.get_partial_directory(path)), commit_protocol.undo(path)),
         commit_protocol.remove,

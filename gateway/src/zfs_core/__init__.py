@@ -21,7 +21,7 @@ counterpart in pyzfs. All functions block (use ``asyncio.to_thread``). Each comm
 * names and values: ``names`` checks names, ``options`` formats properties as arguments, ``property_values`` converts
   their values, ``parse`` parses the output of commands, ``constants`` and ``exceptions`` have the names of libzfs_core.
 * formats: ``stream_format`` reads and writes parts of streams, ``nvlist`` the lists in them.
-* commands: ``run`` runs them, with retries, as a ``process``; ``running`` keeps track of them, ``outcome`` and
+* commands: ``run`` runs them, with retries, as a ``process``; ``command_register`` keeps track of them, ``outcome`` and
   ``causes`` explain failures, ``capabilities`` detects what the installed ZFS can do, and ``hold_descriptors`` releases
   holds when a descriptor is closed.
 
@@ -32,6 +32,7 @@ from zfs_core import exceptions
 from zfs_core.bookmarks import lzc_bookmark, lzc_destroy_bookmarks, lzc_get_bookmarks
 from zfs_core.capabilities import detect_capabilities
 from zfs_core.changes import has_changed_since
+from zfs_core.command_register import RunningCommand, count_timeouts, list_running_commands
 from zfs_core.constants import (
     MAXNAMELEN,
     WRAPPING_KEY_LEN,
@@ -91,7 +92,6 @@ from zfs_core.receive import (
     lzc_recv,
     receive_header,
 )
-from zfs_core.running import RunningCommand, count_timeouts, list_running_commands
 from zfs_core.send import lzc_send, lzc_send_resume, lzc_send_space
 from zfs_core.snapshots import (
     lzc_destroy_snaps,

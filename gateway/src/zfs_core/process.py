@@ -13,9 +13,9 @@ from collections.abc import Iterator
 from typing import IO
 
 from zfs_core.causes import Cause, find_cause, find_listed_datasets, join_lines
+from zfs_core.command_register import tracked
 from zfs_core.exceptions import ReadOnlyPool, SuspendedPool, ZFSGenericError, ZFSInitializationFailed
 from zfs_core.outcome import Outcome
-from zfs_core.running import tracked
 
 TIMEOUT_SECONDS = 60.0
 """Timeout of a command that does not transfer a stream."""

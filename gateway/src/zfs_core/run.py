@@ -13,11 +13,11 @@ from pathlib import Path
 from zfs_core import process
 from zfs_core.capabilities import detect_capabilities
 from zfs_core.causes import Cause
+from zfs_core.command_register import waiting
 from zfs_core.exceptions import ZFSGenericError
 from zfs_core.hold_descriptors import wait_for_releases
 from zfs_core.outcome import Outcome
 from zfs_core.process import execute
-from zfs_core.running import waiting
 
 _RETRY_SECONDS: dict[Cause | None, float] = {Cause.BUSY: 10.0, Cause.MOUNT_BUSY: 10.0, Cause.IN_USE: 0.8}
 _MOUNTING_COMMANDS = frozenset({"create", "clone", "mount", "rename", "rollback", "receive"})

@@ -12,8 +12,8 @@ import zstandard
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sandbox_gateway.engine.transfer import artifact
-from sandbox_gateway.engine.transfer.artifact import Contents, Descriptor, Place, SignedContents
+from sandbox_gateway.engine.transfer import artifact_format
+from sandbox_gateway.engine.transfer.artifact_format import Contents, Descriptor, Place, SignedContents
 from sandbox_gateway.engine.transfer.signing import Signer
 from sandbox_gateway.errors import GatewayError, Invalid, Unsupported
 from sandbox_gateway.hosts.base import SnapshotPart
@@ -40,24 +40,24 @@ def make_contents() -> Contents:
         (Place(SnapshotPart(part), indexes[part], number * MIB, len(data)), digest_of(data))
         for (part, number), data in CHUNKS.items()
     ]
-    return artifact.build_contents(manifest, [5000, 5000, 2 * MIB, MIB, 3000], ["0123456789cd"], chunks)
+    return artifact_format.build_contents(manifest, [5000, 5000, 2 * MIB, MIB, 3000], ["0123456789cd"], chunks)
 
 
 def make_layers() -> list[Descriptor]:
-    blobs = [artifact.compress_chunk(data) for data in dict.fromkeys(CHUNKS.values())]
-    return [artifact.describe_blob(blob, artifact.CHUNK_TYPE) for blob in blobs]
+    blobs = [artifact_format.compress_chunk(data) for data in dict.fromkeys(CHUNKS.values())]
+    return [artifact_format.describe_blob(blob, artifact_format.CHUNK_TYPE) for blob in blobs]
 
 
-CONFIG = artifact.encode_config(make_contents(), SIGNER)
-INDEX = artifact.encode_index(CONFIG, make_layers(), {"title": "x"})
+CONFIG = artifact_format.encode_config(make_contents(), SIGNER)
+INDEX = artifact_format.encode_index(CONFIG, make_layers(), {"title": "x"})
 
 
 def test_what_is_written_is_read() -> None:
-    signed = artifact.parse_config(CONFIG)
+    signed = artifact_format.parse_config(CONFIG)
     assert signed == SignedContents(make_contents(), SIGNER.public_key)
-    index = artifact.parse_index(INDEX)
-    assert index.config.digest == artifact.compute_blob_digest(CONFIG)
-    layers = artifact.match_layers(signed.contents, index)
+    index = artifact_format.parse_index(INDEX)
+    assert index.config.digest == artifact_format.compute_blob_digest(CONFIG)
+    layers = artifact_format.match_layers(signed.contents, index)
     assert layers == dict(zip(map(digest_of, dict.fromkeys(CHUNKS.values())), index.layers, strict=True))
     places = [(place.part.value, place.offset // MIB, place.length) for place, _ in signed.contents.iterate_chunks()]
     assert places == [(part, number, len(data)) for (part, number), data in CHUNKS.items()]
@@ -65,9 +65,9 @@ def test_what_is_written_is_read() -> None:
 
 def test_equal_data_gives_equal_blobs() -> None:
     data = random.Random(1).randbytes(MIB // 2) + bytes(MIB // 2)
-    blob = artifact.compress_chunk(data)
-    assert artifact.compress_chunk(bytearray(data)) == blob
-    assert artifact.decompress_chunk(blob, len(data), digest_of(data)) == data
+    blob = artifact_format.compress_chunk(data)
+    assert artifact_format.compress_chunk(bytearray(data)) == blob
+    assert artifact_format.decompress_chunk(blob, len(data), digest_of(data)) == data
 
 
 def test_chunks_are_at_the_same_places_wherever_the_extents_are() -> None:
@@ -75,7 +75,7 @@ def test_chunks_are_at_the_same_places_wherever_the_extents_are() -> None:
 
     def list_offsets(*extents: tuple[int, int]) -> list[int]:
         parts: Any = {part.name: [] for part in manifest.parts} | {SnapshotPart.DISK: extents}
-        return [place.offset // MIB for place in artifact.list_places(manifest, parts)]
+        return [place.offset // MIB for place in artifact_format.list_places(manifest, parts)]
 
     assert list_offsets((0, 1), (4096, 8192), (MIB - 1, MIB + 1), (9 * MIB, 11 * MIB)) == [0, 1, 9, 10]
     assert list_offsets((MIB, 2 * MIB), (2 * MIB, 3 * MIB)) == [1, 2]
@@ -85,7 +85,7 @@ def test_chunks_are_at_the_same_places_wherever_the_extents_are() -> None:
     ("size", "chunk_bytes"), [(1, MIB), (4096 * MIB, MIB), (4096 * MIB + 1, 2 * MIB), (1 << 46, 16 * MIB)]
 )
 def test_larger_parts_have_larger_chunks(size: int, chunk_bytes: int) -> None:
-    assert artifact.choose_chunk_bytes(size) == chunk_bytes
+    assert artifact_format.choose_chunk_bytes(size) == chunk_bytes
 
 
 def test_a_snapshot_with_too_much_data_is_refused() -> None:
@@ -96,7 +96,7 @@ def test_a_snapshot_with_too_much_data_is_refused() -> None:
     )
     extents: Any = {part.name: [(0, part.size)] for part in manifest.parts}
     with pytest.raises(Unsupported, match="more than 20000 chunks"):
-        artifact.list_places(manifest, extents)
+        artifact_format.list_places(manifest, extents)
 
 
 def test_the_largest_artifact_fits_into_its_documents() -> None:
@@ -110,17 +110,17 @@ def test_the_largest_artifact_fits_into_its_documents() -> None:
         line=False,
         sizes={"cpus": 1, "memory_mb": 64, "disk_mb": 1 << 20},
     )
-    count = artifact.MAX_CHUNKS
+    count = artifact_format.MAX_CHUNKS
     chunks = [
         (Place(SnapshotPart.DISK, 2, (40_000 + number) << 24, 1 << 24), f"{number:064x}") for number in range(count)
     ]
-    contents = artifact.build_contents(manifest, [5000, 5000, 1 << 40], ["0123456789cd"] * 16, chunks)
-    config = artifact.encode_config(contents, SIGNER)
-    layer = Descriptor(mediaType=artifact.CHUNK_TYPE, digest=f"sha256:{'a' * 64}", size=16_777_216)
-    index = artifact.encode_index(config, [layer] * count, {"title": "x" * 64})
-    assert max(len(config), len(index)) <= artifact.MAX_DOCUMENT_BYTES
-    assert len(artifact.parse_index(index).layers) == count
-    assert artifact.parse_config(config).contents == contents
+    contents = artifact_format.build_contents(manifest, [5000, 5000, 1 << 40], ["0123456789cd"] * 16, chunks)
+    config = artifact_format.encode_config(contents, SIGNER)
+    layer = Descriptor(mediaType=artifact_format.CHUNK_TYPE, digest=f"sha256:{'a' * 64}", size=16_777_216)
+    index = artifact_format.encode_index(config, [layer] * count, {"title": "x" * 64})
+    assert max(len(config), len(index)) <= artifact_format.MAX_DOCUMENT_BYTES
+    assert len(artifact_format.parse_index(index).layers) == count
+    assert artifact_format.parse_config(config).contents == contents
 
 
 def change(document: bytes, *path: Any, value: Any) -> bytes:
@@ -164,7 +164,7 @@ def change(document: bytes, *path: Any, value: Any) -> bytes:
 )
 def test_an_invalid_manifest_is_refused(document: bytes) -> None:
     with pytest.raises(Invalid):
-        artifact.parse_index(document)
+        artifact_format.parse_index(document)
 
 
 def sign(contents: str, signer: Signer = SIGNER) -> bytes:
@@ -216,22 +216,24 @@ def make_signed(*path: Any, value: Any) -> bytes:
 )
 def test_an_invalid_config_is_refused(config: bytes) -> None:
     with pytest.raises(Invalid):
-        artifact.parse_config(config)
+        artifact_format.parse_config(config)
 
 
 def test_an_artifact_contains_a_whole_stream() -> None:
     manifest = make_manifest(host_kind="jail_zfs", platform=None, line=False, parts=STREAM_PARTS, encoding="compressed")
-    contents = artifact.build_contents(manifest, [5000], [], [(Place(SnapshotPart.STREAM, 0, 0, 5000), "a" * 64)])
+    contents = artifact_format.build_contents(
+        manifest, [5000], [], [(Place(SnapshotPart.STREAM, 0, 0, 5000), "a" * 64)]
+    )
     text = contents.model_dump_json()
-    assert artifact.parse_config(sign(text)).contents == contents
+    assert artifact_format.parse_config(sign(text)).contents == contents
     continuing_text = change(text.encode(), "manifest", "continues", value=True).decode()
     with pytest.raises(Invalid, match="continues an import"):
-        artifact.parse_config(sign(continuing_text))
+        artifact_format.parse_config(sign(continuing_text))
 
 
 def test_a_newer_version_is_refused_with_a_remedy() -> None:
     with pytest.raises(Unsupported, match="upgrade this gateway"):
-        artifact.parse_config(change(CONFIG, "version", value=2))
+        artifact_format.parse_config(change(CONFIG, "version", value=2))
 
 
 @settings(deadline=None)
@@ -241,20 +243,20 @@ def test_no_change_of_a_byte_is_accepted_as_the_same_contents(data: st.DataObjec
     changed_config = bytearray(CONFIG)
     changed_config[position] ^= data.draw(st.integers(1, 255))
     try:
-        signed = artifact.parse_config(bytes(changed_config))
+        signed = artifact_format.parse_config(bytes(changed_config))
     except GatewayError:
         return
-    assert signed == artifact.parse_config(CONFIG)
+    assert signed == artifact_format.parse_config(CONFIG)
 
 
 def test_layers_match_the_table() -> None:
-    contents, index = make_contents(), artifact.parse_index(INDEX)
+    contents, index = make_contents(), artifact_format.parse_index(INDEX)
     for layers in (index.layers[1:], [*index.layers, index.layers[0]]):
         with pytest.raises(Invalid, match="layers"):
-            artifact.match_layers(contents, index.model_copy(update={"layers": layers}))
+            artifact_format.match_layers(contents, index.model_copy(update={"layers": layers}))
     large_layer = index.layers[0].model_copy(update={"size": 10_000})
     with pytest.raises(Invalid, match="larger than the chunk"):
-        artifact.match_layers(contents, index.model_copy(update={"layers": [large_layer, *index.layers[1:]]}))
+        artifact_format.match_layers(contents, index.model_copy(update={"layers": [large_layer, *index.layers[1:]]}))
 
 
 def test_a_blob_that_is_not_its_chunk_is_refused() -> None:
@@ -262,17 +264,17 @@ def test_a_blob_that_is_not_its_chunk_is_refused() -> None:
     other_frames = [
         b"",
         b"noise",
-        artifact.compress_chunk(b"x" * MIB),
-        artifact.compress_chunk(data[1:]),
-        artifact.compress_chunk(bytes(200 * MIB)),
-        artifact.compress_chunk(data) + b"x",
-        artifact.compress_chunk(data)[:-1],
-        artifact.compress_chunk(data) * 2,
+        artifact_format.compress_chunk(b"x" * MIB),
+        artifact_format.compress_chunk(data[1:]),
+        artifact_format.compress_chunk(bytes(200 * MIB)),
+        artifact_format.compress_chunk(data) + b"x",
+        artifact_format.compress_chunk(data)[:-1],
+        artifact_format.compress_chunk(data) * 2,
         zstandard.ZstdCompressor(write_content_size=False).compress(data),
     ]
     for frame in other_frames:
         with pytest.raises(Invalid):
-            artifact.decompress_chunk(frame, MIB, digest_of(data))
+            artifact_format.decompress_chunk(frame, MIB, digest_of(data))
 
 
 @pytest.mark.parametrize(
@@ -288,7 +290,7 @@ def test_a_blob_that_is_not_its_chunk_is_refused() -> None:
 )
 def test_only_blocks_with_data_are_written(blocks: str, runs: list[tuple[int, int]]) -> None:
     data = b"".join(bytes(4095) + bytes([int(block)]) for block in blocks)
-    assert list(artifact.list_data_runs(data)) == [(start * 4096, end * 4096) for start, end in runs]
-    assert list(artifact.list_data_runs(data + b"\0\1"))[-1:] == [
+    assert list(artifact_format.list_data_runs(data)) == [(start * 4096, end * 4096) for start, end in runs]
+    assert list(artifact_format.list_data_runs(data + b"\0\1"))[-1:] == [
         (runs[-1][0] * 4096 if blocks.endswith("1") else len(data), len(data) + 2)
     ]

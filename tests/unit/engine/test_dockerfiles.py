@@ -14,7 +14,7 @@ from e2b_dockerfile_utils import PatternMatcher
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from sandbox_gateway.engine.context_patterns import translate_ignore_file, translate_source
+from sandbox_gateway.engine.build_context_patterns import translate_ignore_file, translate_source
 from sandbox_gateway.engine.dockerfiles import MAX_LENGTH, parse_dockerfile
 from sandbox_gateway.engine.image_steps import find_archive
 from sandbox_gateway.errors import GatewayError, Invalid, Unsupported

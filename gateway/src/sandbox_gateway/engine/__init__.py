@@ -5,7 +5,8 @@ groups each group uses.
 
 * Shared state: ``context``; ``index``, ``creation_order`` and ``id_groups``, ``names``, ``events``, ``secret``;
   ``durations`` measures operations; ``record_changes`` and ``volume_records`` save changed records; ``own_changes``
-  counts the changes of a run. In a fleet, ``claims`` reserves names beyond this host; ``commit_gate`` delays commits.
+  counts the changes of a run. In a fleet, ``name_claims`` reserves names beyond this host, and ``commit_gate`` delays
+  commits.
 * Prerequisites of the primitives:
     * locks: ``locking``, ``keyed_locks``.
     * users of objects: ``references`` finds them, ``in_use`` creates the errors that name them.
@@ -24,8 +25,8 @@ groups each group uses.
   template copy, and ``archive_digest`` checks them.
 * Operations that are built on the primitives: ``snapshots`` and ``lineage``, ``forks``, ``sandboxes``, ``templates``.
   Their steps: ``spec``, ``fork_plan``, ``mount_plan``, ``mount_paths``, ``timeouts``, ``replacement``,
-  ``template_builder``, ``builds``, ``image_steps``; ``dockerfiles`` and ``context_patterns`` translate Dockerfiles to
-  such steps. `transfer.artifacts` pushes snapshots and templates to registries, and pulls them.
+  ``template_builder``, ``builds``, ``image_steps``; ``dockerfiles`` and ``build_context_patterns`` translate
+  Dockerfiles to such steps. `transfer.artifacts` pushes snapshots and templates to registries, and pulls them.
 * Work that no request triggers: ``loads`` measures sandboxes; ``recovery`` runs at start-up; ``expiry``. Groups above
   also have such work, which `Engine.open` starts: ``prewarm``, ``room``, and the removal of files that ``build_files``
   and `transfer.artifacts` no longer need.

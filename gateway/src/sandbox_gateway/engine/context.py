@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from sandbox_gateway.config import Config
-from sandbox_gateway.engine.claims import Claims, LocalClaims
 from sandbox_gateway.engine.durations import Durations
 from sandbox_gateway.engine.events import Events
 from sandbox_gateway.engine.index import Index
 from sandbox_gateway.engine.keyed_locks import KeyedLocks
+from sandbox_gateway.engine.name_claims import LocalNameClaims, NameClaims
 from sandbox_gateway.engine.secret import Secret
 from sandbox_gateway.errors import Conflict
 from sandbox_gateway.hosts.base import Host
@@ -23,7 +23,7 @@ class Context:
         self.host = host
         self.config = config
         self.index = index or Index()
-        self.claims: Claims = LocalClaims()
+        self.name_claims: NameClaims = LocalNameClaims()
         self.locks = KeyedLocks(config.limits.lock_seconds)
         self.events = Events()
         self.durations = Durations()

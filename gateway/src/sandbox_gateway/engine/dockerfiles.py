@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from sandbox_gateway.engine.context_patterns import translate_source
+from sandbox_gateway.engine.build_context_patterns import translate_source
 from sandbox_gateway.engine.image_steps import ImageSteps
 from sandbox_gateway.errors import GatewayError, Invalid, Unsupported
 from sandbox_gateway.image_references import parse_image_reference

@@ -9,7 +9,6 @@ from sandbox_gateway.engine.agents import Agents
 from sandbox_gateway.engine.attachments import Attachments
 from sandbox_gateway.engine.build_files import BuildFiles
 from sandbox_gateway.engine.captures import Captures
-from sandbox_gateway.engine.claims import Claims, PlannedClaims
 from sandbox_gateway.engine.collector import Collector
 from sandbox_gateway.engine.commands import Commands
 from sandbox_gateway.engine.context import Context
@@ -20,6 +19,7 @@ from sandbox_gateway.engine.loads import Loads
 from sandbox_gateway.engine.locking import Locking
 from sandbox_gateway.engine.machine_lifecycle import MachineLifecycle
 from sandbox_gateway.engine.mount_plan import MountPlanner
+from sandbox_gateway.engine.name_claims import NameClaims, PlannedNameClaims
 from sandbox_gateway.engine.prewarm import PrewarmPool
 from sandbox_gateway.engine.recovery import Recovery
 from sandbox_gateway.engine.references import References
@@ -45,7 +45,7 @@ log = Logger("engine")
 class Engine:
     """All operations, in groups. A group uses the groups that are passed to its constructor, and the ``Context``.
 
-    Three values are set after construction: ``use_claims`` and ``transfers.list_fleet_signers`` by the fleet, and
+    Three values are set after construction: ``use_name_claims`` and ``transfers.list_fleet_signers`` by the fleet, and
     ``durations.capture_listener`` by the API. Context variables carry the values that belong to the current request
     instead of a group: ``start_slots.requester``, ``own_changes.own_changes``, ``commit_gate.commit_gate``,
     ``plans.host.may_read_sources`` and ``records.id_source``. ``durations`` keeps the current measurement in another.
@@ -107,13 +107,13 @@ class Engine:
         self._recovery = Recovery(context, collector, removal, attachments, machines, sandboxes)
         self._expiry = Expiry(context, collector, sandboxes)
 
-    def use_claims(self, claims: Claims) -> None:
+    def use_name_claims(self, claims: NameClaims) -> None:
         """Claim names with ``claims`` from now on, instead of only in the index."""
-        self._context.claims = claims
+        self._context.name_claims = claims
 
     def follow_fleet(self, engine: Engine) -> None:
         """Check names and trust signers as ``engine`` does, of which this is the copy of a plan session."""
-        self._context.claims = PlannedClaims(engine._context.claims)
+        self._context.name_claims = PlannedNameClaims(engine._context.name_claims)
         self.transfers.list_fleet_signers = engine.transfers.list_fleet_signers
 
     async def open(self) -> None:

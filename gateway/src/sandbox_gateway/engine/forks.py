@@ -9,7 +9,6 @@ from types import MappingProxyType
 
 from sandbox_gateway.engine.agent_client import check_environment
 from sandbox_gateway.engine.captures import Captures
-from sandbox_gateway.engine.claims import Claim
 from sandbox_gateway.engine.collector import Collector
 from sandbox_gateway.engine.commit_gate import commit_gate
 from sandbox_gateway.engine.context import Context
@@ -19,6 +18,7 @@ from sandbox_gateway.engine.index import sort_oldest_first
 from sandbox_gateway.engine.locking import Locking
 from sandbox_gateway.engine.machine_lifecycle import MachineLifecycle
 from sandbox_gateway.engine.mount_plan import MountPlanner
+from sandbox_gateway.engine.name_claims import NameClaim
 from sandbox_gateway.engine.record_changes import save_sandbox
 from sandbox_gateway.engine.references import References
 from sandbox_gateway.engine.room import RoomMonitor
@@ -80,7 +80,7 @@ class Forks:
             self._index.get_snapshot(ref)  # A missing snapshot is reported first.
             self._check_spec(spec)
             await self._room.require_room_for_machines(len(list_requested_names(spec)))
-            return await self._fork(self._index.get_snapshot(ref), spec)
+            return await self._create_sandboxes(self._index.get_snapshot(ref), spec)
 
     @measured("sandbox.clone")
     async def clone(self, ref: str, spec: ForkSpec) -> list[Sandbox | GatewayError]:
@@ -110,7 +110,7 @@ class Forks:
         self._check_spec(spec)
         # Report a name that is taken before the source is paused.
         names = [name for name in list_requested_names(spec) if name]
-        self._context.claims.require_free(names)
+        self._context.name_claims.require_free(names)
         with self._index.reserved(names):
             pass
         async with self._locking.running_sandbox_locked(ref) as sandbox:
@@ -129,7 +129,7 @@ class Forks:
                 )
             )
             try:
-                return await self._fork(snapshot, spec)
+                return await self._create_sandboxes(snapshot, spec)
             except BaseException:
                 # If the request was cancelled after the commit, the forks exist and still need the capture.
                 if not self._references.find_users(snapshot).sandboxes:
@@ -149,7 +149,7 @@ class Forks:
                 reason=error.message,
             )
 
-    async def _fork(self, snapshot: Snapshot, spec: ForkSpec) -> list[Sandbox | GatewayError]:
+    async def _create_sandboxes(self, snapshot: Snapshot, spec: ForkSpec) -> list[Sandbox | GatewayError]:
         config = self._context.config
         sandboxes = [create_sandbox_record(snapshot, spec, name, config) for name in list_requested_names(spec)]
         can_resize = self._host.abilities.resize_on_fork
@@ -159,9 +159,9 @@ class Forks:
         async with self._collector.pinned_then_collected(snapshot):
             with self._reserved(sandboxes):
                 if not planned_mounts:
-                    return await self._start_sandboxes(snapshot, spec, sandboxes, with_memory)
+                    return await self._start_with_names_claimed(snapshot, spec, sandboxes, with_memory)
                 async with self._mount_planner.mounts_added(planned_mounts, sandboxes) as clones:
-                    return await self._start_sandboxes(snapshot, spec, sandboxes, with_memory, clones)
+                    return await self._start_with_names_claimed(snapshot, spec, sandboxes, with_memory, clones)
 
     @contextlib.contextmanager
     def _reserved(self, sandboxes: Sequence[Sandbox]) -> Iterator[None]:
@@ -173,7 +173,7 @@ class Forks:
             finally:
                 self._pending_count -= len(sandboxes)
 
-    async def _start_sandboxes(
+    async def _start_with_names_claimed(
         self,
         snapshot: Snapshot,
         spec: ForkSpec,
@@ -182,10 +182,10 @@ class Forks:
         clones: Mapping[str, list[Volume]] = MappingProxyType({}),
     ) -> list[Sandbox | GatewayError]:
         records: list[Sandbox | Volume] = [*sandboxes, *(clone for each in clones.values() for clone in each)]
-        async with self._context.claims.held([Claim(record, [record.name]) for record in records]):
-            return await self._start_claimed_sandboxes(snapshot, spec, sandboxes, with_memory, clones)
+        async with self._context.name_claims.held([NameClaim(record, [record.name]) for record in records]):
+            return await self._start_sandboxes(snapshot, spec, sandboxes, with_memory, clones)
 
-    async def _start_claimed_sandboxes(
+    async def _start_sandboxes(
         self,
         snapshot: Snapshot,
         spec: ForkSpec,

@@ -10,7 +10,6 @@ from typing import Any
 
 from sandbox_gateway.engine.agents import Agents
 from sandbox_gateway.engine.captures import Captures
-from sandbox_gateway.engine.claims import Claim
 from sandbox_gateway.engine.collector import Collector
 from sandbox_gateway.engine.context import Context
 from sandbox_gateway.engine.creation_order import Key
@@ -18,6 +17,7 @@ from sandbox_gateway.engine.durations import measured, set_memory_mode
 from sandbox_gateway.engine.locking import Locking
 from sandbox_gateway.engine.machine_lifecycle import MachineLifecycle
 from sandbox_gateway.engine.mount_plan import MountPlanner
+from sandbox_gateway.engine.name_claims import NameClaim
 from sandbox_gateway.engine.names import require_valid_name
 from sandbox_gateway.engine.record_changes import record_locked, save_sandbox
 from sandbox_gateway.engine.replacement import Replacement
@@ -111,7 +111,7 @@ class Sandboxes:
             if not new_name:
                 return await save_sandbox(self._context, sandbox.id, **changes)
             with self._index.reserved([new_name]):
-                async with self._context.claims.held([Claim(sandbox, [new_name])]):
+                async with self._context.name_claims.held([NameClaim(sandbox, [new_name])]):
                     return await save_sandbox(self._context, sandbox.id, name=new_name, **changes)
 
     @measured("sandbox.set_timeout")

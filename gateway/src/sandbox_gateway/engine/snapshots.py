@@ -8,13 +8,13 @@ from datetime import timedelta
 from typing import Any
 
 from sandbox_gateway.engine.captures import Captures
-from sandbox_gateway.engine.claims import Claim
 from sandbox_gateway.engine.collector import Collector
 from sandbox_gateway.engine.context import Context
 from sandbox_gateway.engine.creation_order import Key
 from sandbox_gateway.engine.durations import measured
 from sandbox_gateway.engine.lineage import Trees, build_trees, walk_nodes
 from sandbox_gateway.engine.locking import Locking
+from sandbox_gateway.engine.name_claims import NameClaim
 from sandbox_gateway.engine.names import require_valid_name
 from sandbox_gateway.engine.prewarm import PrewarmPool
 from sandbox_gateway.engine.record_changes import save_sandbox, save_snapshot
@@ -112,7 +112,7 @@ class Snapshots:
                 snapshot.names, snapshot.description, snapshot.retention = names, description, retention
                 snapshot.prewarm = prewarm
                 snapshot.expires_at = None if expires_in is None else now() + timedelta(seconds=expires_in)
-                async with self._context.claims.held([Claim(snapshot, names)], may_be_late=not names):
+                async with self._context.name_claims.held([NameClaim(snapshot, names)], may_be_late=not names):
                     snapshot = await finish_despite_cancellation(
                         self._captures.capture(sandbox, snapshot, memory=memory == "auto", volumes=volumes)
                     )

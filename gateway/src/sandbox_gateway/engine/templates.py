@@ -10,10 +10,10 @@ from typing import Any
 
 from sandbox_gateway.engine.build_files import BuildFiles
 from sandbox_gateway.engine.builds import Build
-from sandbox_gateway.engine.claims import Claim
 from sandbox_gateway.engine.context import Context
 from sandbox_gateway.engine.durations import measured
 from sandbox_gateway.engine.image_steps import needs_programs
+from sandbox_gateway.engine.name_claims import NameClaim
 from sandbox_gateway.engine.names import remove_default_tag, require_valid_template_name, split_tag
 from sandbox_gateway.engine.prewarm import PrewarmPool
 from sandbox_gateway.engine.record_changes import save_snapshot
@@ -233,7 +233,7 @@ class Templates:
     async def _move_names(self, template: Snapshot, names: Sequence[str]) -> Snapshot:
         previous_owners = [each for each in self.list() if not {*names}.isdisjoint(each.all_names)]
         with self._index.reserved(names, releasing_ids={each.id for each in previous_owners}):
-            async with self._context.claims.held([Claim(template, names)]):
+            async with self._context.name_claims.held([NameClaim(template, names)]):
                 try:
                     for each in previous_owners:
                         await self._set_names(each, [name for name in each.all_names if name not in names])

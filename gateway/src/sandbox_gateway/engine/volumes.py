@@ -5,12 +5,12 @@ from __future__ import annotations
 import contextlib
 from collections.abc import AsyncIterator, Sequence
 
-from sandbox_gateway.engine.claims import Claim
 from sandbox_gateway.engine.collector import Collector
 from sandbox_gateway.engine.context import Context
 from sandbox_gateway.engine.durations import measured
 from sandbox_gateway.engine.index import sort_oldest_first
 from sandbox_gateway.engine.locking import Locking
+from sandbox_gateway.engine.name_claims import NameClaim
 from sandbox_gateway.engine.names import require_valid_name
 from sandbox_gateway.engine.record_changes import copy_with_changes
 from sandbox_gateway.engine.references import References
@@ -73,7 +73,7 @@ class Volumes:
         volume = Volume(name=name, size_mb=size_mb, from_snapshot=source.id if source else "")
         async with self._collector.pinned_then_collected(*([source] if source else [])):
             with self._index.reserved([name]):
-                async with self._context.claims.held([Claim(volume, [name])]):
+                async with self._context.name_claims.held([NameClaim(volume, [name])]):
                     return await finish_despite_cancellation(create_volume(self._context, volume, source))
 
     @measured("volume.grow")

@@ -17,9 +17,9 @@ from collections import Counter
 from collections.abc import AsyncIterator, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
-from sandbox_gateway.engine.claims import Claim
 from sandbox_gateway.engine.engine import Engine
 from sandbox_gateway.engine.index import list_names
+from sandbox_gateway.engine.name_claims import NameClaim
 from sandbox_gateway.engine.room import MACHINE_START_BYTES
 from sandbox_gateway.errors import Busy, GatewayError, NameTaken, NoSpace
 from sandbox_gateway.fleet import store as etcd
@@ -59,7 +59,7 @@ class _Published:
 
 
 class Directory:
-    """Implements ``engine.claims.Claims``."""
+    """Implements ``engine.name_claims.NameClaims``."""
 
     def __init__(self, engine: Engine, store: Store, keys: Keys, view: View, membership: Membership) -> None:
         self._engine = engine
@@ -77,7 +77,7 @@ class Directory:
         self._change = asyncio.Event()
         self._claimed_ids: Counter[str] = Counter()
         """Ids of the objects that are getting names, so that their keys must not be deleted."""
-        self._held_claims: dict[object, Sequence[Claim]] = {}
+        self._held_claims: dict[object, Sequence[NameClaim]] = {}
         """The claims of the operations that run."""
         self._refs_in_flight: set[str] = set()
         """Names and ids in a request that publishes them."""
@@ -93,7 +93,7 @@ class Directory:
     def attach(self) -> None:
         """Follow the engine and the view from now on."""
         self._engine.index.listener = self._mark_changed
-        self._engine.use_claims(self)
+        self._engine.use_name_claims(self)
         self._view.load_listeners.append(self._compare)
         self._view.object_listeners.append(self._check_conflicts)
         self._membership.join_listeners.append(self._renew_claims)
@@ -136,7 +136,7 @@ class Directory:
         if taken := {name: holders for name in names if (holders := self._find_others(name))}:
             raise create_name_taken_error(taken)
 
-    def require_claimable(self, claims: Sequence[Claim]) -> None:
+    def require_claimable(self, claims: Sequence[NameClaim]) -> None:
         taken: dict[str, list[Holder]] = {}
         for claim in claims:
             record = describe_object(claim.record)
@@ -151,7 +151,7 @@ class Directory:
         return [holder for holder in self._view.find_holders(ref) if holder.host != self._membership.name]
 
     @contextlib.asynccontextmanager
-    async def held(self, claims: Sequence[Claim], *, may_be_late: bool = False) -> AsyncIterator[None]:
+    async def held(self, claims: Sequence[NameClaim], *, may_be_late: bool = False) -> AsyncIterator[None]:
         ids = [claim.record.id for claim in claims]
         self._claimed_ids.update(ids)
         machines = [
@@ -197,7 +197,7 @@ class Directory:
             )
         self._starting_machines.update(machines)
 
-    async def _claim_all(self, claims: Sequence[Claim]) -> None:
+    async def _claim_all(self, claims: Sequence[NameClaim]) -> None:
         """Claim all names, in transactions that run at the same time, so that there is one wait."""
         if self._membership.refusal is not None:
             raise StoreUnavailable(
@@ -221,7 +221,7 @@ class Directory:
             )
         return self._membership.lease
 
-    async def _claim_batch(self, claims: Sequence[Claim]) -> None:
+    async def _claim_batch(self, claims: Sequence[NameClaim]) -> None:
         owners = {ref: claim.record.id for claim in claims for ref in (claim.record.id, *claim.names)}
         self._refs_being_claimed.update(owners.keys())
         try:
@@ -237,7 +237,7 @@ class Directory:
                 if published := self._published.get(ref):
                     self._mark_changed(published.owner)
 
-    async def _claim_refs(self, claims: Sequence[Claim], owners: dict[str, str]) -> None:
+    async def _claim_refs(self, claims: Sequence[NameClaim], owners: dict[str, str]) -> None:
         records = {claim.record.id: describe_object(claim.record) for claim in claims}
         new_names = {name for claim in claims for name in claim.names}
         values = {ref: record.dump() for ref, id in owners.items() if (record := records[id])}
@@ -306,7 +306,7 @@ class Directory:
         for claims in self._held_claims.values():
             self._background.start(self._claim_again(claims))
 
-    async def _claim_again(self, claims: Sequence[Claim]) -> None:
+    async def _claim_again(self, claims: Sequence[NameClaim]) -> None:
         try:
             await self._claim_all(claims)
         except GatewayError as error:
@@ -476,8 +476,8 @@ class _KeyChange:
         return [*self.puts, *self.deletions]
 
 
-def _split_into_batches(claims: Sequence[Claim]) -> Iterator[list[Claim]]:
-    batch: list[Claim] = []
+def _split_into_batches(claims: Sequence[NameClaim]) -> Iterator[list[NameClaim]]:
+    batch: list[NameClaim] = []
     size = 0
     for claim in claims:
         claim_size = len({claim.record.id, *claim.names})

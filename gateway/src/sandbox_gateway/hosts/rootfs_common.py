@@ -247,7 +247,7 @@ def to_gateway_error(error: OSError, action: str) -> Exception:
     return BackendFailed(f"{action} failed: {error}")
 
 
-async def remove_tree(path: Path) -> None:
+async def remove_tree_in_thread(path: Path) -> None:
     # Shield the removal, so that even a cancelled build waits for it.
     removal = asyncio.ensure_future(asyncio.to_thread(tree_removal.remove_tree, path, ignore_errors=True))
     try:

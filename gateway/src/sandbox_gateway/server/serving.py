@@ -34,7 +34,7 @@ from sandbox_gateway.server.connections import (
     Listener,
     reserve_descriptors,
 )
-from sandbox_gateway.server.supervisor import notify, start_timeout_extended, watchdog_notified
+from sandbox_gateway.server.service_manager import notify, start_timeout_extended, watchdog_notified
 
 if TYPE_CHECKING:
     from fastapi import FastAPI

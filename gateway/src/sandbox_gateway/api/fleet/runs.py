@@ -49,8 +49,8 @@ from sandbox_gateway.api.fleet.parts import (
     get_run_path,
     list_objects,
 )
-from sandbox_gateway.engine.claims import Claim
 from sandbox_gateway.engine.engine import Engine
+from sandbox_gateway.engine.name_claims import NameClaim
 from sandbox_gateway.engine.plans import runs as applied_runs
 from sandbox_gateway.engine.plans import sessions
 from sandbox_gateway.engine.plans.runs import AppliedRun, AppliedRuns
@@ -308,7 +308,7 @@ class _RunLocator(Locator):
 
 
 class _RunClaims:
-    """Implements ``engine.claims.Claims`` for a plan session: its home knows the names on all hosts."""
+    """Implements ``engine.name_claims.NameClaims`` for a plan session: its home knows the names on all hosts."""
 
     def __init__(self, runs: FleetRuns, session: PlanSession) -> None:
         self._runs = runs
@@ -317,11 +317,11 @@ class _RunClaims:
     def require_free(self, names: Iterable[str]) -> None:
         pass  # ``held`` asks the home, which is able to wait for other hosts.
 
-    def require_claimable(self, claims: Sequence[Claim]) -> None:
+    def require_claimable(self, claims: Sequence[NameClaim]) -> None:
         pass
 
     @contextlib.asynccontextmanager
-    async def held(self, claims: Sequence[Claim], *, may_be_late: bool = False) -> AsyncIterator[None]:
+    async def held(self, claims: Sequence[NameClaim], *, may_be_late: bool = False) -> AsyncIterator[None]:
         records = {name: describe_object(claim.record) for claim in claims for name in claim.names}
         if records:
             await self._runs.claim(self._session, records)
@@ -380,7 +380,7 @@ class FleetRuns:
         """The hosts of the homes of other runs, oldest first."""
         self._part_homes: dict[str, str] = {}
         """The hosts of the homes of the parts on this host, by the token of the run."""
-        plans.create_claims = lambda session: _RunClaims(self, session)
+        plans.create_name_claims = lambda session: _RunClaims(self, session)
         plans.end_listener = lambda session: self._handle_end(("plans", session.id), session)
         runs.end_listener = lambda run: self._handle_end(("applied-runs", run.id), run)
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field
 
 from sandbox_gateway.api.native.naming import to_json_name
-from sandbox_gateway.engine.context_patterns import translate_source
+from sandbox_gateway.engine.build_context_patterns import translate_source
 from sandbox_gateway.engine.names import create_build_id, split_tag
 from sandbox_gateway.engine.own_changes import count_own_changes, get_generation_without_own_changes
 from sandbox_gateway.errors import GatewayError
@@ -27,8 +27,8 @@ from sandbox_gateway.records import (
 
 if TYPE_CHECKING:
     from sandbox_gateway.engine.agent_client import ExecResult
+    from sandbox_gateway.engine.build_context_patterns import IgnorePattern
     from sandbox_gateway.engine.builds import Build
-    from sandbox_gateway.engine.context_patterns import IgnorePattern
     from sandbox_gateway.engine.dockerfiles import Dockerfile
     from sandbox_gateway.engine.loads import Sample
     from sandbox_gateway.engine.prewarm import Level

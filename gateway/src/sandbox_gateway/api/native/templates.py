@@ -18,8 +18,8 @@ from sandbox_gateway.api.native.snapshots import When, remove
 from sandbox_gateway.api.native.view import describe_host, get_template_or_snapshot
 from sandbox_gateway.api.paging import Limit, NextToken, paginate_list
 from sandbox_gateway.api.waiting import read_file
+from sandbox_gateway.engine.build_context_patterns import translate_ignore_file
 from sandbox_gateway.engine.builds import Build
-from sandbox_gateway.engine.context_patterns import translate_ignore_file
 from sandbox_gateway.engine.dockerfiles import parse_dockerfile
 from sandbox_gateway.engine.engine import Engine
 from sandbox_gateway.engine.image_steps import name_unchecked_archive

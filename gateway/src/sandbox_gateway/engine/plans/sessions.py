@@ -9,8 +9,8 @@ from dataclasses import dataclass, field
 from datetime import datetime
 from itertools import islice
 
-from sandbox_gateway.engine.claims import Claims
 from sandbox_gateway.engine.engine import Engine
+from sandbox_gateway.engine.name_claims import NameClaims
 from sandbox_gateway.engine.own_changes import OwnChanges
 from sandbox_gateway.engine.plans.agent import PlannedAgents
 from sandbox_gateway.engine.plans.host import PlannedHost
@@ -109,7 +109,7 @@ class PlanSessions:
         self._engine = engine
         self._sessions: OpenRuns[PlanSession] = OpenRuns()
         self._timer: asyncio.TimerHandle | None = None
-        self.create_claims: Callable[[PlanSession], Claims] | None = None
+        self.create_name_claims: Callable[[PlanSession], NameClaims] | None = None
         """In a fleet: returns the object with which a new session claims names on all hosts."""
         self.end_listener: Callable[[PlanSession], None] = lambda _session: None
         """Called with each session that has ended."""
@@ -171,8 +171,8 @@ class PlanSessions:
         recent_captures = [*islice(self._engine.index.walk_snapshots([SnapshotKind.SNAPSHOT], backwards=True), 20)]
         session = PlanSession(id, owner, home, recent_captures=recent_captures)
         session.engine = self._copy_engine(recent_captures, lambda size: self.charge(session, size))
-        if self.create_claims is not None:
-            session.engine.use_claims(self.create_claims(session))
+        if self.create_name_claims is not None:
+            session.engine.use_name_claims(self.create_name_claims(session))
         return self._touch(session)
 
     def charge(self, session: PlanSession, size: int) -> None:

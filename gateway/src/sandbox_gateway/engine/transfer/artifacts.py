@@ -16,10 +16,10 @@ from dataclasses import dataclass, field
 from datetime import datetime
 from typing import TYPE_CHECKING, Literal, TypeVar
 
-from sandbox_gateway.engine.claims import Claim
 from sandbox_gateway.engine.collector import Collector
 from sandbox_gateway.engine.context import Context
 from sandbox_gateway.engine.durations import measured, set_memory_mode
+from sandbox_gateway.engine.name_claims import NameClaim
 from sandbox_gateway.engine.names import require_valid_name, require_valid_template_name, shorten
 from sandbox_gateway.engine.room import PendingImport, RoomMonitor
 from sandbox_gateway.engine.templates import Templates
@@ -34,7 +34,7 @@ from sandbox_gateway.tasks import clean_up, finish_despite_cancellation
 
 if TYPE_CHECKING:
     # Only hosts that can transfer snapshots need the libraries of these modules.
-    from sandbox_gateway.engine.transfer.artifact import Contents, Descriptor, Index, Place
+    from sandbox_gateway.engine.transfer.artifact_format import Contents, Descriptor, Index, Place
     from sandbox_gateway.engine.transfer.registry_client import ArtifactReference, RegistryClient
     from sandbox_gateway.engine.transfer.transfers import Export
 
@@ -207,7 +207,7 @@ class Artifacts:
         memory: bool,
         login: RegistryLogin | None,
     ) -> None:
-        from sandbox_gateway.engine.transfer import artifact
+        from sandbox_gateway.engine.transfer import artifact_format
         from sandbox_gateway.engine.transfer.registry_client import opened_client
 
         set_memory_mode(snapshot.memory)
@@ -215,11 +215,11 @@ class Artifacts:
         try:
             async with opened_client(self._settings, reference, login, push=True) as client:
                 contents, layers = await self._push_chunks(transfer, snapshot, export, client)
-                config = await asyncio.to_thread(artifact.encode_config, contents, self._transfers.get_signer())
-                await _push_blob(client, artifact.compute_blob_digest(config), config)
+                config = await asyncio.to_thread(artifact_format.encode_config, contents, self._transfers.get_signer())
+                await _push_blob(client, artifact_format.compute_blob_digest(config), config)
                 annotations = {_TITLE: contents.manifest.names[0]} if contents.manifest.names else {}
-                index = await asyncio.to_thread(artifact.encode_index, config, layers, annotations)
-                transfer.digest = artifact.compute_blob_digest(index)
+                index = await asyncio.to_thread(artifact_format.encode_index, config, layers, annotations)
+                transfer.digest = artifact_format.compute_blob_digest(index)
                 if await client.find_manifest_digest(reference.tag) != transfer.digest:
                     await client.put_manifest(index)
                 transfer.transferred_bytes = client.sent_bytes
@@ -232,7 +232,7 @@ class Artifacts:
         self, transfer: ArtifactTransfer, snapshot: Snapshot, export: Export, client: RegistryClient
     ) -> tuple[Contents, list[Descriptor]]:
         """Upload the chunks that the registry lacks. Return the contents, and the descriptors of all layers."""
-        from sandbox_gateway.engine.transfer import artifact
+        from sandbox_gateway.engine.transfer import artifact_format
 
         # A guest can fragment its disk into millions of extents.
         manifest, places = await asyncio.to_thread(export.list_places)
@@ -244,7 +244,7 @@ class Artifacts:
 
         def read(place: Place) -> tuple[bytes, int, str]:
             data = export.read(place)
-            size = sum(end - start for start, end in artifact.list_data_runs(data))
+            size = sum(end - start for start, end in artifact_format.list_data_runs(data))
             return data, size, hashlib.sha256(data).hexdigest() if size else ""
 
         async def push(item: tuple[int, Place]) -> None:
@@ -257,8 +257,8 @@ class Artifacts:
                 return
             if digest not in layers:
                 layers[digest] = None  # Another worker may have a chunk with the same data.
-                blob = await asyncio.to_thread(artifact.compress_chunk, data)
-                layer = artifact.describe_blob(blob, artifact.CHUNK_TYPE)
+                blob = await asyncio.to_thread(artifact_format.compress_chunk, data)
+                layer = artifact_format.describe_blob(blob, artifact_format.CHUNK_TYPE)
                 layers[digest] = layer
                 is_uploaded = await _push_blob(client, layer.digest, blob)
             else:
@@ -269,7 +269,7 @@ class Artifacts:
 
         await _for_each(enumerate(places), push)
         contents = await asyncio.to_thread(
-            artifact.build_contents,
+            artifact_format.build_contents,
             manifest,
             data_bytes,
             self._transfers.bases.list_ancestors(snapshot),
@@ -325,7 +325,7 @@ class Artifacts:
         else:
             # Raise NameTaken now rather than in the background.
             with self._names_reserved(pull, is_template=is_template):
-                self._context.claims.require_claimable([Claim(pull.snapshot, pull.names)])
+                self._context.name_claims.require_claimable([NameClaim(pull.snapshot, pull.names)])
             self._add_transfer(transfer)
             self._start(transfer, self._pull(transfer, pull, login, is_template=is_template))
         return transfer
@@ -476,7 +476,11 @@ class Artifacts:
         pending_import: PendingImport,
     ) -> None:
         """Write all chunks, each of which is checked."""
-        from sandbox_gateway.engine.transfer.artifact import compute_blob_digest, decompress_chunk, list_data_runs
+        from sandbox_gateway.engine.transfer.artifact_format import (
+            compute_blob_digest,
+            decompress_chunk,
+            list_data_runs,
+        )
 
         remaining_bytes = {part.name: part.data_bytes for part in pull.artifact.contents.manifest.parts}
 
@@ -543,7 +547,7 @@ class Artifacts:
 
 
 async def _read_artifact(client: RegistryClient, reference: ArtifactReference) -> Artifact:
-    from sandbox_gateway.engine.transfer.artifact import compute_blob_digest, parse_config, parse_index
+    from sandbox_gateway.engine.transfer.artifact_format import compute_blob_digest, parse_config, parse_index
 
     text = await client.get_manifest()
     index = await asyncio.to_thread(parse_index, text)
@@ -556,7 +560,7 @@ def _list_chunks(
     artifact: Artifact, parts: Container[SnapshotPart]
 ) -> tuple[list[tuple[Place, str]], dict[str, Descriptor]]:
     """Return the ``places`` and ``layers`` of a ``_Pull`` of ``parts``. Blocks."""
-    from sandbox_gateway.engine.transfer.artifact import match_layers
+    from sandbox_gateway.engine.transfer.artifact_format import match_layers
 
     places = [(place, digest) for place, digest in artifact.contents.iterate_chunks() if place.part in parts]
     all_layers = match_layers(artifact.contents, artifact.index)

@@ -22,7 +22,7 @@ from pathlib import Path
 import httpx
 
 from sandbox_gateway.config import RegistrySection
-from sandbox_gateway.engine.transfer.artifact import (
+from sandbox_gateway.engine.transfer.artifact_format import (
     MANIFEST_TYPE,
     MAX_DOCUMENT_BYTES,
     compute_blob_digest,

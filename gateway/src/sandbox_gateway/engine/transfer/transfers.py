@@ -19,10 +19,10 @@ from typing import TYPE_CHECKING, Literal, TypeVar
 
 from sandbox_gateway import __version__
 from sandbox_gateway.control_characters import remove_control_characters
-from sandbox_gateway.engine.claims import Claim
 from sandbox_gateway.engine.collector import Collector
 from sandbox_gateway.engine.context import Context
 from sandbox_gateway.engine.durations import measured, set_memory_mode
+from sandbox_gateway.engine.name_claims import NameClaim
 from sandbox_gateway.engine.names import require_valid_name
 from sandbox_gateway.engine.room import PendingImport, RoomMonitor
 from sandbox_gateway.engine.secret import load_secret
@@ -52,7 +52,7 @@ from sandbox_gateway.tasks import finish_despite_cancellation
 
 if TYPE_CHECKING:
     # Only hosts that can transfer snapshots need the libraries of these modules.
-    from sandbox_gateway.engine.transfer.artifact import Place
+    from sandbox_gateway.engine.transfer.artifact_format import Place
     from sandbox_gateway.engine.transfer.container import Decoder
     from sandbox_gateway.engine.transfer.manifest import Manifest, Part, VolumeManifest
     from sandbox_gateway.engine.transfer.signing import Signer
@@ -192,7 +192,7 @@ class Transfers:
             async with self._room.reserved_for_import(disk_bytes, memory_bytes) as pending_import:
                 with self._index.reserved(snapshot.names):
                     # Report a name that is taken before an interrupted import is used up.
-                    self._context.claims.require_claimable([Claim(snapshot, snapshot.names)])
+                    self._context.name_claims.require_claimable([NameClaim(snapshot, snapshot.names)])
                     if received is not None:
                         target = self.interrupted_imports.take(received)
                     else:
@@ -222,8 +222,8 @@ class Transfers:
         return snapshot
 
     def names_claimed(self, snapshot: Snapshot, names: Sequence[str]) -> contextlib.AbstractAsyncContextManager[None]:
-        """Claim the names of a snapshot that arrives; see ``Claims.held``."""
-        return self._context.claims.held([Claim(snapshot, names)], may_be_late=not names)
+        """Claim the names of a snapshot that arrives; see ``NameClaims.held``."""
+        return self._context.name_claims.held([NameClaim(snapshot, names)], may_be_late=not names)
 
     async def commit_import(self, snapshot: Snapshot, target: ImportTarget) -> None:
         """Commit a snapshot whose parts were written to ``target`` and whose names are reserved."""
@@ -283,7 +283,7 @@ class Transfers:
                         await self.interrupted_imports.discard_older(manifest, file.signer)
                         target = await self._host.begin_volume_import(volume, part.name, part.size)
                     try:
-                        async with self._context.claims.held([Claim(volume, [volume.name])]):
+                        async with self._context.name_claims.held([NameClaim(volume, [volume.name])]):
                             if not head_only:
                                 await _write_chunks(file, target, [part.name], pending_import)
                             await finish_despite_cancellation(commit(target))
@@ -498,7 +498,7 @@ class Export:
 
     def list_places(self) -> tuple[Manifest, list[Place]]:
         """Return the manifest of a sandbox's snapshot, and the places of the chunks of its artifact."""
-        from sandbox_gateway.engine.transfer.artifact import list_places
+        from sandbox_gateway.engine.transfer.artifact_format import list_places
         from sandbox_gateway.engine.transfer.manifest import Manifest
 
         assert isinstance(self.manifest, Manifest)

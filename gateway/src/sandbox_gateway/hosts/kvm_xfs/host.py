@@ -58,7 +58,7 @@ from sandbox_gateway.hosts.kvm_xfs.volumes.kvm_volumes import KvmVolumes
 from sandbox_gateway.hosts.kvm_xfs.volumes.server_pool import ServerPool
 from sandbox_gateway.hosts.network_policy import find_name_servers
 from sandbox_gateway.hosts.os_errors import translated_os_errors
-from sandbox_gateway.hosts.rootfs_common import remove_tree
+from sandbox_gateway.hosts.rootfs_common import remove_tree_in_thread
 from sandbox_gateway.hosts.state_root import create_state_root
 from sandbox_gateway.image_references import RegistryLogin, parse_image_reference
 from sandbox_gateway.log import Logger
@@ -209,10 +209,10 @@ class KvmXfsHost:
             )
             await finish_despite_cancellation(asyncio.to_thread(self._snapshots.commit, base))
         except BaseException:
-            await clean_up(logger, remove_tree(work_directory), asyncio.to_thread(self._snapshots.undo, base))
+            await clean_up(logger, remove_tree_in_thread(work_directory), asyncio.to_thread(self._snapshots.undo, base))
             raise
         # The machine boots meanwhile.
-        self._removals[base.id] = self._background.start(remove_tree(work_directory))
+        self._removals[base.id] = self._background.start(remove_tree_in_thread(work_directory))
         self._machines.platform = await self._probe(self._snapshots.files(base).kernel)
         return start_command
 

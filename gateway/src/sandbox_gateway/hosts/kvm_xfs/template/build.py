@@ -28,7 +28,7 @@ from sandbox_gateway.hosts.rootfs_common import (
     find_agent_package,
     find_file_kind,
     find_python_minor_version,
-    remove_tree,
+    remove_tree_in_thread,
     run_logged,
     to_gateway_error,
 )
@@ -79,7 +79,7 @@ async def build_rootfs(
         await create_image(tree, work_directory / "image", recipe.resources.disk_mb, log)
         await asyncio.to_thread(_move_results, work_directory, boot_files, image, kernel, initrd)
     except BaseException as error:
-        await remove_tree(work_directory)
+        await remove_tree_in_thread(work_directory)
         if isinstance(error, OSError):
             raise to_gateway_error(error, "building the file system") from error
         raise

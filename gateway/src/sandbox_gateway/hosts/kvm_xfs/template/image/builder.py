@@ -13,7 +13,7 @@ from sandbox_gateway.hosts.kvm_xfs.template.image.layers import unpack_layers
 from sandbox_gateway.hosts.kvm_xfs.template.image.registry import copy_image
 from sandbox_gateway.hosts.kvm_xfs.template.image.runtime import START_COMMAND, UNUSED_DEBIAN_FILES, add_runtime
 from sandbox_gateway.hosts.kvm_xfs.template.image.settings import StartSettings, read_start_settings
-from sandbox_gateway.hosts.rootfs_common import remove_tree
+from sandbox_gateway.hosts.rootfs_common import remove_tree_in_thread
 from sandbox_gateway.image_references import ImageReference, RegistryLogin, Transport, parse_image_reference
 from sandbox_gateway.recipes import Recipe
 from sandbox_gateway.records import Resources
@@ -63,7 +63,7 @@ class ImageBuilder:
         tree = await unpack_layers(copied_image, copy_directory, disk_mb, self._log)
         # A rename on the same file system; the layers are no longer needed.
         tree = tree.rename(self._work_directory / "tree")
-        await remove_tree(copy_directory)
+        await remove_tree_in_thread(copy_directory)
         return tree, start_settings
 
     async def _unpack_debian(self) -> Path:

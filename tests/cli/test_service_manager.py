@@ -19,7 +19,7 @@ WATCHDOG_NOTIFICATION = b"WATCHDOG=1"
 DAEMON_SCRIPT = """
 import asyncio, signal, sys, time
 from pathlib import Path
-from sandbox_gateway.server import serving, supervisor
+from sandbox_gateway.server import service_manager, serving
 from sandbox_gateway.config import load
 from tests.api.memory_host import MemoryHost
 
@@ -28,7 +28,7 @@ class SlowHost(MemoryHost):
         await asyncio.sleep(float(sys.argv[2]))
 
 signal.signal(signal.SIGUSR1, lambda *_: time.sleep(3))
-supervisor._EXTENSION_INTERVAL_SECONDS = 0.2
+service_manager._EXTENSION_INTERVAL_SECONDS = 0.2
 serving.make_host = lambda config: SlowHost()
 asyncio.run(serving.run(load(Path(sys.argv[1]))))
 """
