@@ -118,6 +118,7 @@ def test_many_sandboxes_on_many_hosts_are_placed_quickly(strategy: Strategy) -> 
         (1, Wishes(host="gone"), Conflict, r"gone \(its gateway does not run\)"),
         (1, Wishes(labels={"zone": "3"}), Conflict, r"a \(its label 'zone' is '1'\), b \(it has no label 'zone'\)"),
         (5, Wishes(), NoSpace, r"no room for the 5 sandboxes: a \(room for 3\), b \(room for 1\), d \(cordoned\)"),
+        (1, Wishes(host="v"), Conflict, r"v \(it does not have the volume 'data'\)"),
         (3, Wishes(anti_affinity=True), NoSpace, r"each on a host of its own: a \(room for 1\), b \(room for 1\)"),
     ],
 )
@@ -125,6 +126,7 @@ def test_refusals_name_the_reason_for_each_host(
     count: int, wishes: Wishes, error: type[Exception], message: str
 ) -> None:
     candidates = [_candidate("a", 3, zone="1"), _candidate("b", 1), _candidate("d", 9, cordoned=True), _GONE]
+    candidates.append(replace(_candidate("v", 9), missing_volume="data"))
     with pytest.raises(error, match=message):
         place(count, candidates, wishes, "a")
 
@@ -159,6 +161,32 @@ def test_a_sandbox_is_created_here_unless_its_placement_says_otherwise(world: Wo
     two.post("/sandboxes/web/snapshots", {"name": "before"})
     assert one.post("/snapshots/before/fork", {"count": 2})["sandboxes"][0]["sandboxHost"] == "h2"
     assert len(one.post("/v1/sandboxes", {"snapshot_tag": "before", "n": 2})) == 2
+
+
+def test_a_sandbox_is_created_on_the_host_of_its_volume(world: World) -> None:
+    one, two = _start(world, "h1", "h2")
+    two.post("/volumes", {"name": "data"})
+    one.post("/volumes", {"name": "logs"})
+    body = {"templateID": "base", "volumeMounts": [{"name": "data", "path": "/data"}]}
+    assert one.post("/sandboxes", body)["sandboxHost"] == "h2"
+    forks = {"count": 4, "volumeMounts": body["volumeMounts"]}
+    assert _count_by_host(one.post("/snapshots/base/fork", forks)["sandboxes"]) == {"h2": 4}
+    refused = one.post("/sandboxes", {**body, "placement": {"host": "h1"}}, 409)
+    assert "h1 (it does not have the volume 'data'), h2 (not the requested host)" in refused["message"]
+    both = [{"name": "data", "path": "/data"}, {"name": "logs", "path": "/logs"}]
+    refused = two.post("/sandboxes", {"templateID": "base", "volumeMounts": both}, 409)
+    assert "h1 (it does not have the volume 'data'), h2 (it does not have the volume 'logs')" in refused["message"]
+    missing = one.post("/sandboxes", {"templateID": "base", "volumeMounts": [{"name": "none", "path": "/x"}]}, 404)
+    assert "none" in missing["message"]
+
+
+def test_a_template_is_built_on_the_host_of_its_parent(world: World) -> None:
+    one, two = _start(world, "h1", "h2")
+    two.gateway.build_template("env", template="base")
+    wait_until(lambda: one.list_known_hosts("env") == ["h2"])
+    one.gateway.build_template("child", template="env")
+    assert one.get("/templates/child")["sandboxHost"] == "h2"
+    assert one.post("/templates", {"name": "other", "template": "none"}, 404)["kind"] == "not_found"
 
 
 def test_a_placement_without_a_fleet_is_refused(tmp_path: Any) -> None:

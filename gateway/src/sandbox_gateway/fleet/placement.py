@@ -41,6 +41,8 @@ class Candidate:
     host: HostRecord | None
     reserved: int
     """Memory, in bytes, that machines that are starting there will need."""
+    missing_volume: str = ""
+    """A volume that the sandboxes mount and the host does not have."""
 
     @property
     def free_memory(self) -> int:
@@ -123,6 +125,8 @@ def _find_obstacle(candidate: Candidate, wishes: Wishes) -> str:
         return "not the requested host"
     if candidate.member is None:
         return "its gateway does not run"
+    if candidate.missing_volume:
+        return f"it does not have the volume {candidate.missing_volume!r}"
     if candidate.host and candidate.host.cordoned and not wishes.host:
         return "cordoned"
     for key, value in wishes.labels.items():

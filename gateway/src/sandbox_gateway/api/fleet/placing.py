@@ -14,6 +14,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from sandbox_gateway.api.access.forwarded import HOLD_HEADER
 from sandbox_gateway.api.body import MAX_FORKS
+from sandbox_gateway.api.dependencies import MAX_REF_LENGTH
 from sandbox_gateway.api.fleet.forwarding import Forwarder, get_target
 from sandbox_gateway.api.fleet.local import replay, run_locally
 from sandbox_gateway.api.fleet.locator import Locator
@@ -21,7 +22,7 @@ from sandbox_gateway.api.fleet.parts import LoadChange
 from sandbox_gateway.api.fleet.routes import Placed
 from sandbox_gateway.api.fleet.runs import FleetRuns
 from sandbox_gateway.api.fleet.spreading import spread
-from sandbox_gateway.api.native.requests import Placement
+from sandbox_gateway.api.native.requests import MAX_MOUNTS, Placement
 from sandbox_gateway.engine.commit_gate import commit_gate
 from sandbox_gateway.errors import GatewayError, Invalid, NoSpace, Unsupported
 from sandbox_gateway.fleet.fleet import Fleet
@@ -54,7 +55,8 @@ class Placer:
             return
         hosts = sorted(holder.host for holder in holders)
         changes = await self._runs.find_load_changes(scope, hosts)
-        candidates = [self._create_candidate(host, changes.get(host)) for host in hosts]
+        missing_volumes = await self._find_missing_volumes(data, hosts, self._runs.get_locator(scope))
+        candidates = [self._create_candidate(host, changes.get(host), missing_volumes.get(host, "")) for host in hosts]
         shares = place(count, candidates, wishes, self._choose_local(scope, candidates))
         if len(shares) == 1:
             (host,) = shares
@@ -88,7 +90,23 @@ class Placer:
             holders = [holder for holder in holders if holder.content == newest.content]
         return holders
 
-    def _create_candidate(self, name: str, change: LoadChange | None) -> Candidate:
+    async def _find_missing_volumes(
+        self, data: Mapping[str, Any], hosts: Sequence[str], locator: Locator
+    ) -> dict[str, str]:
+        """Return, for each host that lacks a volume that the sandboxes mount, the name of one.
+
+        A volume that no host has is ignored: the chosen host refuses it.
+        """
+        missing_volumes: dict[str, str] = {}
+        for volume in _list_mounted_volumes(data):
+            volume_hosts = {holder.host for holder in await locator.find_holders("volume", volume)}
+            if locator.is_here("volume", volume):
+                volume_hosts.add(self._fleet.name)
+            if volume_hosts:
+                missing_volumes |= {host: volume for host in hosts if host not in volume_hosts}
+        return missing_volumes
+
+    def _create_candidate(self, name: str, change: LoadChange | None, missing_volume: str) -> Candidate:
         """``change``: how the plan session of the request changes the load of the host, if there is one."""
         view = self._fleet.view
         member = view.members.get(name)
@@ -99,7 +117,7 @@ class Placer:
                 "sandboxes": load.sandboxes + change.new_sandboxes,
             }
             member = member.model_copy(update={"load": load.model_copy(update=planned_load)})
-        return Candidate(name, member, view.hosts.get(name), view.reserved_memory.get(name, 0))
+        return Candidate(name, member, view.hosts.get(name), view.reserved_memory.get(name, 0), missing_volume)
 
     def _choose_local(self, scope: Scope, candidates: Sequence[Candidate]) -> str:
         """Return the host to prefer. Requests with the same idempotency key prefer the same one at every gateway."""
@@ -223,6 +241,15 @@ def _group_names_by_host(data: Mapping[str, Any], hosts: Sequence[str]) -> dict[
     order = {host: number for number, host in enumerate(dict.fromkeys(hosts))}
     pairs = sorted(zip(hosts, names, strict=True), key=lambda pair: order[pair[0]])
     return {**data, "names": [name for _, name in pairs]}
+
+
+def _list_mounted_volumes(data: Mapping[str, Any]) -> list[str]:
+    """Return the volumes that a request names, each once. The route itself validates the mounts."""
+    mounts = data.get("volumeMounts")
+    if not isinstance(mounts, list):
+        return []
+    names = [mount.get("name") for mount in mounts[:MAX_MOUNTS] if isinstance(mount, dict)]
+    return [name for name in dict.fromkeys(map(str, filter(None, names))) if len(name) <= MAX_REF_LENGTH]
 
 
 def _count_sandboxes(data: Mapping[str, Any]) -> int:

@@ -119,7 +119,7 @@ ROUTES: dict[tuple[str, str], RouteClass] = {
     ("POST", "/snapshots/pull"): Local(),
     ("POST", "/templates/pull"): Local(),
     ("POST", "/volumes/import"): Local(),
-    ("POST", "/templates"): Local(),
+    ("POST", "/templates"): ByBody("template", ("template",)),
     ("POST", "/dockerfiles"): Local(),
     ("POST", "/v3/templates"): Local(),
     ("POST", "/v1/snapshots"): Local(),
