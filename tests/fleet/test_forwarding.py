@@ -94,6 +94,8 @@ class Objects:
             return {"name": self.names["volume"], "path": "/more"}
         if path.endswith("/push"):
             return {"reference": f"127.0.0.1:1/env:{self.names['snapshot']}"}
+        if route == ("POST", "/templates"):
+            return {"name": f"child-{self.names['template']}", "template": self.names["template"]}
         if route == ("POST", "/volumes"):
             return {"fromSnapshot": f"{self.names['volume']}@mark"}
         return _BODIES.get(route, {})

@@ -20,7 +20,12 @@ from sandbox_gateway.api.fleet.routes import (
 from tests.fleet.world import World
 from tests.security.routes import list_route_templates
 
-_OWN_ROUTES = {("GET", "/fleet"), ("PATCH", "/fleet/hosts/{host}"), ("DELETE", "/fleet/hosts/{host}")}
+_OWN_ROUTES = {
+    ("GET", "/fleet"),
+    ("PATCH", "/fleet/hosts/{host}"),
+    ("DELETE", "/fleet/hosts/{host}"),
+    ("POST", "/snapshots/{ref}/copy"),
+}
 
 
 def test_every_route_of_the_application_has_a_class() -> None:

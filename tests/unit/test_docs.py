@@ -510,7 +510,7 @@ def list_routes() -> dict[str, set[str]]:
 
 
 def has_route(path: str, method: str) -> bool:
-    fleet_routes = [(path, {method}) for method, path in ROUTES if path.startswith("/fleet")]
+    fleet_routes = [(path, {method}) for method, path in ROUTES]
     for documented_path, methods in [*list_routes().items(), *fleet_routes]:
         pattern = re.sub(r"\\\{\w+\\\}", "[^/]+", re.escape(documented_path))
         if re.fullmatch(pattern, path) and method in methods:

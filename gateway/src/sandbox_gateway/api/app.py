@@ -131,6 +131,7 @@ def create_app(engine: Engine, config: Config, keys: Keys, fleet: Fleet | None =
 
 def _add_fleet(app: FastAPI, fleet: Fleet, engine: Engine, keys: Keys) -> Elsewhere:
     """Add the routes and the middleware of a fleet. Return the sandboxes of its other hosts."""
+    from sandbox_gateway.api.fleet import copies
     from sandbox_gateway.api.fleet.data_plane import RemoteSandboxes
     from sandbox_gateway.api.fleet.forwarding import Forwarder
     from sandbox_gateway.api.fleet.hosts import create_router
@@ -141,6 +142,7 @@ def _add_fleet(app: FastAPI, fleet: Fleet, engine: Engine, keys: Keys) -> Elsewh
     app.include_router(create_router(fleet))
     forwarder = Forwarder(fleet.peers, keys, engine.config.server.stalled_seconds)
     locator = Locator(fleet, engine)
+    app.include_router(copies.create_router(fleet, forwarder, locator))
     runs = FleetRuns(fleet, locator, app.state.plans, app.state.applied_runs)
     app.add_middleware(FleetMiddleware, fleet=fleet, forwarder=forwarder, locator=locator, runs=runs)
     return RemoteSandboxes(fleet, engine, forwarder, locator)

@@ -10,6 +10,7 @@ from sandbox_gateway.cli import artifacts, formats, options, queries, render
 from sandbox_gateway.cli.context import Json, SandboxRef, SnapshotRef, get_settings
 from sandbox_gateway.cli.failure import Failure
 from sandbox_gateway.cli.sandboxes import print_forks, raise_first_failure
+from sandbox_gateway.cli.settings import Settings
 
 app = typer.Typer(help="Capture sandboxes, and fork snapshots.", no_args_is_help=True, rich_markup_mode=None)
 WhenUnused = Annotated[
@@ -194,6 +195,23 @@ def export(
     render.print_json({"file": file, "bytes": size}) if settings.json else print(f"{file}: {size} bytes")
 
 
+@app.command("copy")
+def copy(
+    ctx: typer.Context,
+    snapshot: SnapshotRef,
+    host: Annotated[str, typer.Option("--host", metavar="NAME", help="The host that gets the copy.")],
+    no_memory: Annotated[bool, typer.Option("--no-memory", help="Copy the disk only.")] = False,
+    as_json: Json = False,
+) -> None:
+    """In a fleet: copy a snapshot or template to another host. The copy keeps the names and gets its own id."""
+    from sandbox_gateway.cli.client import build_path
+
+    settings = get_settings(ctx, as_json)
+    params = {"host": host, "memory": "none" if no_memory else "auto"}
+    copied = settings.client.call("POST", build_path("snapshots", snapshot, "copy"), params=params)
+    _print_imported(copied, settings)
+
+
 @app.command("import")
 def import_(
     ctx: typer.Context,
@@ -212,9 +230,7 @@ def import_(
 
     settings = get_settings(ctx, as_json)
     snapshot = snapshot_files.import_(settings.client, "/snapshots/import", file, name, trust or [])
-    render.print_json(snapshot) if settings.json else render.print_snapshots([snapshot])
-    if reason := snapshot["imported"]["omittedMemory"]:
-        render.print_note(f"imported without its memory, so forks boot from the disk: {reason}")
+    _print_imported(snapshot, settings)
 
 
 @app.command("interrupted")
@@ -315,3 +331,9 @@ def tree(
         render.print_json(settings.client.get("/lineage", root=root))
     else:
         render.print_tree(settings.client.get("/lineage", root=root, flat=True))
+
+
+def _print_imported(snapshot: dict[str, Any], settings: Settings) -> None:
+    render.print_json(snapshot) if settings.json else render.print_snapshots([snapshot])
+    if reason := (snapshot.get("imported") or {}).get("omittedMemory"):
+        render.print_note(f"imported without its memory, so forks boot from the disk: {reason}")

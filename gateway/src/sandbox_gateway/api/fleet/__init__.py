@@ -11,5 +11,6 @@
 ``runs`` carries out the requests of plan sessions and of runs that apply a plan, which have parts on several hosts;
 ``parts`` contains the messages about these parts.
 
-``data_plane`` forwards requests to ports inside sandboxes. ``hosts`` has the routes of the fleet's hosts.
+``data_plane`` forwards requests to ports inside sandboxes. ``hosts`` has the routes of the fleet's hosts, and
+``copies`` the one that copies a snapshot to another host.
 """

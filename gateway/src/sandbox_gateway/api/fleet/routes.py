@@ -176,6 +176,7 @@ ROUTES: dict[tuple[str, str], RouteClass] = {
     ("GET", "/snapshots/{ref}"): _SNAPSHOT,
     ("GET", "/snapshots/{ref}/export"): _SNAPSHOT,
     ("POST", "/snapshots/{ref}/push"): _SNAPSHOT,
+    ("POST", "/snapshots/{ref}/copy"): ByQuery("host"),
     ("POST", "/snapshots/{ref}/prewarm"): AllHolders("snapshot"),
     ("DELETE", "/snapshots/{ref}"): AllHolders("snapshot"),
     ("GET", "/v1/snapshots/{ref}/info"): _SNAPSHOT,

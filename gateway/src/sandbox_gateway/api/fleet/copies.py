@@ -1,0 +1,167 @@
+"""Copy a snapshot or template to another host of the fleet.
+
+The host that gets the copy exports the snapshot from a host that has it, and imports the file while it arrives. A copy
+that was interrupted continues where it ended.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator
+from typing import Annotated, Any, Literal
+from urllib.parse import quote, urlencode
+
+import httpx
+from fastapi import APIRouter, Query, Request, Response
+
+from sandbox_gateway.api.access.auth import get_plan_id
+from sandbox_gateway.api.dependencies import EngineDep, Ref
+from sandbox_gateway.api.fleet.forwarding import Forwarder, RawHeaders
+from sandbox_gateway.api.fleet.locator import Locator
+from sandbox_gateway.api.native import shapes
+from sandbox_gateway.api.native.view import ViewDep
+from sandbox_gateway.api.waiting import cancel_on_disconnect
+from sandbox_gateway.engine.engine import Engine
+from sandbox_gateway.engine.transfer.interrupted import Continuation, InterruptedImport
+from sandbox_gateway.errors import BackendFailed, Busy, Conflict, GatewayError, NoSpace, NotFound, Unsupported
+from sandbox_gateway.fleet.fleet import Fleet
+from sandbox_gateway.fleet.peers import Answer
+from sandbox_gateway.log import Logger
+from sandbox_gateway.records import Snapshot
+
+_MAX_ERROR_BYTES = 64 << 10
+_BODY_HEADERS = frozenset({b"content-length", b"content-type", b"transfer-encoding", b"accept-encoding"})
+_Memory = Literal["auto", "none"]
+
+log = Logger("fleet")
+
+
+def create_router(fleet: Fleet, forwarder: Forwarder, locator: Locator) -> APIRouter:
+    router = APIRouter(tags=["fleet"])
+
+    @router.post(
+        "/snapshots/{ref}/copy",
+        status_code=201,
+        response_model_exclude_unset=True,
+        summary="Copy a snapshot or template to another host of the fleet. Needs the scope admin",
+        responses={200: {"model": shapes.SnapshotShape, "description": "The host already has it"}},
+    )
+    async def copy(
+        request: Request,
+        response: Response,
+        ref: Ref,
+        engine: EngineDep,
+        view: ViewDep,
+        host: Annotated[str, Query(min_length=1, max_length=64, description="The host that gets the copy.")],
+        memory: Annotated[_Memory, Query(description="none: copy only the disk.")] = "auto",
+    ) -> shapes.SnapshotShape:
+        """Copy a snapshot or template, under the same names. The copy gets its own id.
+
+        If the memory cannot be restored on the other host, only the disk is copied: `imported.omittedMemory` says why.
+        """
+        if get_plan_id(request.scope):
+            raise Unsupported("copies cannot be planned: make the copy without check mode")
+        if host != fleet.name:
+            raise NotFound(
+                "host",
+                host,
+                message=f"the fleet has no host {host!r}: use one of {', '.join(sorted(fleet.view.hosts))}",
+            )
+        headers = [pair for pair in forwarder.build_headers(request.scope) if pair[0].lower() not in _BODY_HEADERS]
+        source = await locator.find_host("snapshot", ref, headers)
+        if source == fleet.name:
+            response.status_code = 200
+            return view.describe_snapshot(engine.snapshots.get(ref))
+        copying = _Copying(fleet, engine, source, ref, headers, memory)
+        return view.describe_snapshot(await cancel_on_disconnect(request, copying.run()))
+
+    return router
+
+
+class _Copying:
+    def __init__(
+        self, fleet: Fleet, engine: Engine, source: str, ref: str, headers: RawHeaders, memory: _Memory
+    ) -> None:
+        self._fleet = fleet
+        self._engine = engine
+        self._source = source
+        self._path = f"/snapshots/{quote(ref, safe='')}"
+        self._headers = headers
+        self._memory = memory
+
+    async def run(self) -> Snapshot:
+        """Return the copy. Raises GatewayError."""
+        imports = self._engine.transfers.interrupted_imports
+        snapshot_id = await self._find_id()
+        interrupted = next((each for each in imports.list() if each.snapshot == snapshot_id), None)
+        if interrupted is not None:
+            try:
+                return await self._watched(interrupted)
+            except (Conflict, NotFound) as error:
+                # The source would now send other bytes, for example with another release of the compression library.
+                log.info("a copy begins again", snapshot=snapshot_id, reason=error.message)
+                if interrupted in imports.list():
+                    await imports.discard(interrupted.id)
+        return await self._watched(None)
+
+    async def _find_id(self) -> str:
+        answer = await self._fleet.peers.request(self._source, "GET", self._path.encode(), self._headers)
+        if answer.status != 200:
+            raise _create_error(answer)
+        return str(json.loads(answer.body)["snapshotID"])
+
+    async def _watched(self, interrupted: InterruptedImport | None) -> Snapshot:
+        """Import the file, as long as the source answers."""
+        peers = self._fleet.peers
+        with peers.watched(self._source) as silence:
+            work = asyncio.ensure_future(self._import(interrupted))
+            try:
+                tasks: set[asyncio.Future[Any]] = {work, silence}
+                await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+                if not work.done():
+                    raise peers.create_silence_error(self._source)
+                return work.result()
+            finally:
+                work.cancel()
+                await asyncio.wait({work})
+
+    async def _import(self, interrupted: InterruptedImport | None) -> Snapshot:
+        query: dict[str, str] = {"memory": self._memory}
+        continuation = None
+        if interrupted is not None and interrupted.file is not None:
+            query |= {"offset": str(interrupted.file.size), "digest": interrupted.file.digest}
+            continuation = Continuation(interrupted.id, interrupted.file.size)
+        elif interrupted is not None:
+            query["resumeToken"] = interrupted.resume_token
+        target = f"{self._path}/export?{urlencode(query)}".encode()
+        peers = self._fleet.peers
+        async with peers.open(self._source, "GET", target, self._headers, None) as response:
+            if response.status_code not in (200, 206):
+                body = b""
+                async for piece in _read_pieces(response):
+                    body = (body + piece)[:_MAX_ERROR_BYTES]
+                raise _create_error(Answer(self._source, response.status_code, response.headers, body))
+            try:
+                return await self._engine.transfers.import_(_read_pieces(response), continuation=continuation)
+            except httpx.TransportError as error:
+                raise peers.create_error(self._source, error) from None
+
+
+async def _read_pieces(response: httpx.Response) -> AsyncIterator[bytes]:
+    assert isinstance(response.stream, httpx.AsyncByteStream)
+    async for piece in response.stream:
+        yield piece
+
+
+def _create_error(answer: Answer) -> GatewayError:
+    """Return the error that another gateway has reported, for this gateway's client."""
+    try:
+        message = str(json.loads(answer.body)["message"])
+    except (ValueError, KeyError, TypeError):
+        message = f"status {answer.status}"
+    message = f"host {answer.host!r} does not export the snapshot: {message}"
+    if answer.status == NotFound.status:
+        return NotFound("snapshot", "", message=message)
+    errors: dict[int, type[GatewayError]] = {error.status: error for error in (Unsupported, Conflict, Busy, NoSpace)}
+    return errors.get(answer.status, BackendFailed)(message)
