@@ -95,4 +95,4 @@ def test_scan_removes_an_unsynced_transient_snapshot_after_a_reboot(
     monkeypatch.setattr(snapshots, "_BOOT_ID_FILE", tmp_path / "boot_id")
     ids, repaired = scan_store(store)
     assert ids == [] and not store.files(snapshot).directory.exists()
-    assert repaired == [f"removed the transient snapshot {snapshot.id}, which was not synced before the host stopped"]
+    assert repaired == [f"removed the snapshot {snapshot.id}, which was not synced before the host stopped"]

@@ -1,4 +1,7 @@
-"""Remove snapshots and volumes. The callers check first that they are unused. A removal that fails is undone."""
+"""Remove snapshots and volumes. The callers check first that they are unused. A removal that fails is undone.
+
+Before a snapshot is removed, its descendants get its parent as theirs.
+"""
 
 from __future__ import annotations
 

@@ -15,11 +15,13 @@ job:
     lock of the host's state          host_lock                             storage.host_lock
     export and import of snapshots    transfer, part_files                  transfer, storage.snapshot_streams
     export and import of volumes      volumes.image_import, part_files      transfer, storage.volume_streams
-    scan at start-up                  recovery                              recovery
-    free memory of the host           host_memory                           host_memory
+    scan at start-up                  recovery, quarantine                  recovery
+    commits that survive crashes      commit_protocol                       storage
+    external commands and processes   process_checks, bounded_log           commands, retries, jail.holders
+    disk usage, and free memory       image, host_memory                    disk_usage, host_memory
 
 Both kinds share ``state_root`` (its creation), ``rootfs_common`` and ``guest_digest`` (templates), ``network_policy``
-(egress rules, name servers), ``import_check`` and ``positional_writes`` (imports), ``threads`` (blocking work),
-``tree_removal``, ``os_errors`` (errors for callers), and ``connect``, which the engine and the API also use to open
-connections to agents.
+(egress rules, name servers), ``import_check`` (imports), ``threads`` (blocking work), and ``tree_removal``. The engine
+also uses ``os_errors`` (errors for callers) and ``positional_writes``, and the engine and the API use ``connect`` to
+open connections to agents.
 """

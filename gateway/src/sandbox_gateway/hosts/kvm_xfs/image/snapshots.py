@@ -38,7 +38,7 @@ class Snapshots:
                 if boot_id is not None and boot_id != _BOOT_ID_FILE.read_text():
                     commit_protocol.remove(directory)
                     repaired.append(
-                        f"removed the transient snapshot {directory.name}, which was not synced before the host stopped"
+                        f"removed the snapshot {directory.name}, which was not synced before the host stopped"
                     )
                     continue
                 with self._quarantine.quarantined_if_damaged(directory, repaired):
