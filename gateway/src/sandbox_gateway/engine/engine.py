@@ -45,11 +45,11 @@ log = Logger("engine")
 class Engine:
     """All operations, in groups. A group uses the groups that are passed to its constructor, and the ``Context``.
 
-    Three values are set after construction: ``use_name_claims`` and ``transfers.list_fleet_signers`` by the fleet and
-    by plan sessions, and ``durations.capture_listener`` by the API. Context variables carry the values that belong to
-    the current request instead of a group: ``start_slots.requester``, ``own_changes.own_changes``,
-    ``commit_gate.commit_gate``, ``plans.host.may_read_sources`` and ``records.id_source``. ``durations`` keeps the
-    current measurement in another.
+    Four values are set after construction: ``use_name_claims`` and ``transfers.list_fleet_signers`` by the fleet and
+    by plan sessions, and ``durations.listener`` and ``durations.capture_listener`` by the API. Context variables carry
+    the values that belong to the current request instead of a group: ``start_slots.requester``,
+    ``own_changes.own_changes``, ``commit_gate.commit_gate``, ``plans.host.may_read_sources`` and
+    ``records.id_source``. ``durations`` keeps the current measurement in another.
 
     The API layer uses the groups ``sandboxes``, ``forks``, ``snapshots``, ``templates``, ``build_files``,
     ``transfers``, ``artifacts``, ``volumes``, ``attachments`` and ``commands``. It also uses ``host``, ``config``,

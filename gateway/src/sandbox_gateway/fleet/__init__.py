@@ -3,7 +3,7 @@
 Imports go from api to fleet to engine. Without `[fleet]` in the configuration, nothing of this package is imported.
 A module imports only modules below it in this list (tests/lint/imports.toml):
 
-* ``fleet``: the composition of all parts.
+* ``fleet``: creates the objects of all parts, and starts and stops them.
 * ``directory``: the names and ids of this gateway's objects, and the memory that starting machines need. ``runs``: the
   gateways that have opened plan sessions and applied runs.
 * ``membership``: the lease and the record of this gateway.

@@ -8,7 +8,8 @@ job:
                                                                             jail.jails, jail.identity
     limits of machines                cgroup                                jail.rctl
     disks and records                 image, record_files                   disks, storage
-    capture                           capture, memory                       disks, storage.snapshots, volumes
+    capture                           capture, memory, image.snapshots,     disks, storage.snapshots, volumes
+                                      volumes.pending_snapshots
     network of a sandbox              network                               network
     volumes                           volumes                               volumes, jail.mounts, jail.suspension
     root file system of a template    template                              jail.rootfs

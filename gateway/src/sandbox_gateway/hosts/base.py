@@ -16,7 +16,7 @@ machine. The other methods of ``Host``, by section:
 * network: check and apply policies; find the address of a machine.
 * state of sandboxes: compare them with a snapshot, measure them, and explain why their machines are not running.
 
-The classes that implement a host have the same sections, in the same order.
+The classes of both host kinds have the same sections, in the same order.
 """
 
 from __future__ import annotations
