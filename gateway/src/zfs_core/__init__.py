@@ -101,7 +101,7 @@ from zfs_core.snapshots import (
     lzc_snaprange_space,
     lzc_snapshot,
 )
-from zfs_core.stream_format import parse_resume_token
+from zfs_core.stream_format import mark_as_clone, parse_resume_token
 from zfs_core.support import is_supported
 
 __all__ = [
@@ -173,6 +173,7 @@ __all__ = [
     "lzc_snapshot",
     "lzc_sync",
     "lzc_unload_key",
+    "mark_as_clone",
     "mount",
     "parse_resume_token",
     "receive_header",

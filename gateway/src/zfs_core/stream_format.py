@@ -26,6 +26,10 @@ _RESUMING_FEATURE: Final = 1 << 20
 _COMPRESSED_FEATURE: Final = 1 << 22
 _RAW_FEATURE: Final = 1 << 24
 _CHECKSUM_BYTES: Final = 32
+_MAGIC_OFFSET: Final = 8
+_FLAGS_OFFSET: Final = 36
+_END_CHECKSUM_OFFSET: Final = 8
+_MASK: Final = (1 << 64) - 1
 
 
 @dataclass(frozen=True)
@@ -93,6 +97,35 @@ def peek_begin_record(fd: int) -> BeginRecord | None:
         return None
 
 
+def mark_as_clone(fd: int) -> None:
+    """Change the incremental stream in a file so that ``zfs receive`` of zfs-fuse creates a clone of its base.
+
+    Other versions of ZFS can do so with ``-o origin=``. The file must contain nothing else, and be open for reading and
+    writing. Its position stays the same. Does nothing if the stream says so already. Raises ValueError.
+    """
+    start, size = os.lseek(fd, 0, os.SEEK_CUR), os.fstat(fd).st_size
+    begin = os.pread(fd, RECORD_BYTES, start)
+    record = parse_begin_record(begin)
+    end_offset = size - RECORD_BYTES
+    end = os.pread(fd, RECORD_BYTES, end_offset)
+    if record is None or not record.is_incremental or end_offset < start + RECORD_BYTES:
+        raise ValueError("the stream is not incremental")
+    if record.is_clone:
+        return
+    byte_order = "<" if begin[_MAGIC_OFFSET : _MAGIC_OFFSET + 8] == struct.pack("<Q", _MAGIC) else ">"
+    if struct.unpack_from(f"{byte_order}I", end)[0] != _END or (end_offset - start) % 4:
+        raise ValueError("the stream is incomplete")
+    flags = struct.pack(f"{byte_order}I", record.flags | _CLONE_FLAG)
+    checksum_format = f"{byte_order}4Q"
+    checksum = struct.unpack_from(checksum_format, end, _END_CHECKSUM_OFFSET)
+    # The checksum is linear in each word: increasing one word by 1 adds the same values to every stream of this length.
+    count = (end_offset - start - _FLAGS_OFFSET) // 4
+    differences = 1, count, count * (count + 1) // 2, count * (count + 1) * (count + 2) // 6
+    new_checksum = [(a + b) & _MASK for a, b in zip(checksum, differences, strict=True)]
+    os.pwrite(fd, flags, start + _FLAGS_OFFSET)
+    os.pwrite(fd, struct.pack(checksum_format, *new_checksum), end_offset + _END_CHECKSUM_OFFSET)
+
+
 def parse_resume_token(token: str) -> dict[str, Any]:
     """Return the content of a dataset's ``receive_resume_token``, such as ``object`` and ``offset``.
 
@@ -152,5 +185,4 @@ def _fletcher4(data: bytes) -> tuple[int, int, int, int]:
         b += a
         c += b
         d += c
-    mask = (1 << 64) - 1
-    return a & mask, b & mask, c & mask, d & mask
+    return a & _MASK, b & _MASK, c & _MASK, d & _MASK

@@ -87,3 +87,51 @@ def test_a_package_contains_the_properties_to_receive() -> None:
     end = package_begin[312 + package.payload_bytes :]
     assert (len(end), end[:8], package_end[:8]) == (312, struct.pack("<II", 5, 0), struct.pack("<II", 5, 0))
     assert struct.unpack_from("<4Q", end, 8) == stream_format._fletcher4(package_begin[: 312 + package.payload_bytes])
+
+
+def _compute_checksum(byte_order: str, data: bytes) -> tuple[int, ...]:
+    sums = [0] * 4
+    for (word,) in struct.iter_unpack(f"{byte_order}I", data):
+        for index, value in enumerate((word, *sums[:3])):
+            sums[index] += value if index == 0 else sums[index - 1]
+    return tuple(value % 2**64 for value in sums)
+
+
+def _make_stream(byte_order: str, contents: bytes, flags: int = 0, from_guid: int = 5) -> bytes:
+    name = b"tank/a@b".ljust(256, b"\0")
+    fields = (0, 0, 0x2F5BACBAC, 0x11, 7, 2, flags, 99, from_guid, name)
+    data = struct.pack(f"{byte_order}IIQQQIIQQ256s", *fields) + contents
+    end = struct.pack(f"{byte_order}II4Q", 5, 0, *_compute_checksum(byte_order, data))
+    return data + end.ljust(312, b"\0")
+
+
+@settings(max_examples=20)
+@given(st.sampled_from("<>"), st.binary(max_size=400).map(lambda data: data[: len(data) // 4 * 4]), st.booleans())
+def test_an_incremental_stream_is_marked_as_that_of_a_clone(byte_order: str, contents: bytes, is_clone: bool) -> None:
+    """The result is what zfs-fuse would have sent for a clone, and its checksum is right."""
+    with tempfile.TemporaryFile() as file:
+        file.write(b"before" + _make_stream(byte_order, contents, flags=is_clone))
+        file.seek(6)
+        stream_format.mark_as_clone(file.fileno())
+        assert file.tell() == 6
+        assert file.read() == _make_stream(byte_order, contents, flags=1)
+
+
+@pytest.mark.parametrize(
+    "stream",
+    [
+        b"x" * 5000,
+        _make_stream("<", b"", from_guid=0),
+        _make_stream("<", b"")[:312],
+        _make_stream("<", b"word" * 200)[:-400],
+        _make_stream("<", b"word" * 200) + b"x",
+    ],
+    ids=["something else", "a whole stream", "only the beginning", "cut off", "with more data"],
+)
+def test_any_other_stream_is_not_marked(stream: bytes) -> None:
+    with tempfile.TemporaryFile() as file:
+        file.write(stream)
+        file.seek(0)
+        with pytest.raises(ValueError, match="the stream is"):
+            stream_format.mark_as_clone(file.fileno())
+        assert file.read() == stream
