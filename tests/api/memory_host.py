@@ -26,6 +26,7 @@ from sandbox_gateway.hosts.base import (
     Abilities,
     Endpoint,
     GuestMount,
+    ImportBase,
     Load,
     Log,
     Room,
@@ -517,7 +518,12 @@ class MemoryHost:
     def memory_problem(self, snapshot: Snapshot) -> str:
         return self.memory_problems.get(snapshot.id, "")
 
-    async def open_snapshot(self, snapshot: Snapshot, *, memory: bool, resume_token: str = "") -> MemorySource:
+    async def find_export_bases(self, snapshot: Snapshot) -> Mapping[str, int]:
+        return {}
+
+    async def open_snapshot(
+        self, snapshot: Snapshot, *, memory: bool, base_id: str = "", resume_token: str = ""
+    ) -> MemorySource:
         source = MemorySource(self.disks[snapshot.id], snapshot, memory)
         self.sources.append(source)
         return source
@@ -528,8 +534,17 @@ class MemoryHost:
     def check_encoding(self, encoding: StreamEncoding) -> None:
         pass
 
+    async def find_import_bases(self, guid: int, origin_id: str) -> Sequence[str]:
+        return []
+
     async def begin_import(
-        self, snapshot: Snapshot, sizes: Mapping[SnapshotPart, int], *, line: bool, authentic: bool = False
+        self,
+        snapshot: Snapshot,
+        sizes: Mapping[SnapshotPart, int],
+        *,
+        line: bool,
+        authentic: bool = False,
+        base: ImportBase | None = None,
     ) -> MemoryTarget:
         return MemoryTarget(snapshot, self)
 

@@ -530,3 +530,66 @@ def test_a_snapshot_with_volumes_is_not_exported(memory_gateway: MemoryGateway, 
     api.post("/sandboxes/one/snapshots", json={"name": "both", "volumes": ["data"]}).raise_for_status()
     refusal = api.get("/snapshots/both/export")
     assert (refusal.status_code, refusal.json()["kind"]) == (400, "unsupported")
+
+
+def make_jail_file(gateway: MemoryGateway, guid: int) -> bytes:
+    """Return the beginning of a file of a jail host that needs the snapshot with this guid."""
+    base = {"guid": guid, "snapshot_id": "ba9876543210", "names": ["monday"]}
+    stream_part = {"name": "stream", "size": 5000, "data_bytes": 5000}
+    fields = make_manifest_fields(host_kind="jail_zfs", platform=None, line=False, base=base, parts=[stream_part])
+    return Encoder(gateway.engine.transfers.get_signer()).encode_head(parse_manifest(json.dumps(fields).encode()))
+
+
+def test_only_jail_hosts_export_what_has_changed(
+    memory_gateway: MemoryGateway, api: httpx.Client, snapshot: dict[str, Any]
+) -> None:
+    refusal = api.get("/snapshots/taken/export", params={"since": "base"})
+    assert (refusal.status_code, refusal.json()["kind"]) == (400, "unsupported")
+    assert "only jail hosts can export" in refusal.json()["message"]
+    assert api.get("/snapshots/taken/export", params={"since": "nothing"}).status_code == 404
+
+
+def test_a_plan_session_predicts_whether_a_base_fits(
+    memory_gateway: MemoryGateway, api: httpx.Client, snapshot: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    host, template = memory_gateway.host, memory_gateway.engine.snapshots.get("base")
+    api.post("/sandboxes", json={"templateID": "base", "name": "other"}).raise_for_status()
+    api.post("/sandboxes/other/snapshots", json={"name": "unrelated"}).raise_for_status()
+    monkeypatch.setattr(host, "abilities", dataclasses.replace(host.abilities, incremental_transfer=True))
+    ids_by_guid = {5: [template.id]}
+
+    async def find_export_bases(snapshot: Snapshot) -> dict[str, int]:
+        return {template.id: 5} if snapshot.names == ["taken"] else {}
+
+    async def find_import_bases(guid: int, origin_id: str) -> list[str]:
+        return ids_by_guid.get(guid, [])
+
+    monkeypatch.setattr(host, "find_export_bases", find_export_bases)
+    monkeypatch.setattr(host, "find_import_bases", find_import_bases)
+    with memory_gateway.client(ADMIN_KEY) as client:
+        plan = client.post("/plans", json={"run": "a test of base snapshots"}).json()["planID"]
+        client.base_url = httpx.URL(f"{memory_gateway.url}/plans/{plan}")
+        client.post("/sandboxes/source/snapshots", json={"name": "later"}).raise_for_status()
+
+        def export(ref: str, since: str) -> tuple[int, str]:
+            response = client.get(f"/snapshots/{ref}/export", params={"since": since})
+            return response.status_code, response.json()["kind"] if response.content else ""
+
+        assert export("taken", "base") == export("later", "taken") == export("later", "base") == (204, "")
+        assert export("taken", "unrelated") == export("later", "unrelated") == (400, "invalid")
+        assert export("later", "nothing") == (404, "not_found")
+        refusal = import_snapshot(client, make_jail_file(memory_gateway, 6), name="unknown-base").json()
+        assert refusal["kind"] == "not_found"
+        assert "differs from snapshot 'monday' (ba9876543210)" in refusal["message"]
+        imported = import_snapshot(client, make_jail_file(memory_gateway, 5), name="copy").json()
+        assert (imported["parentSnapshotID"], imported["templateID"]) == (template.id, template.id)
+        assert export("copy", "base") == (204, "")
+        # Another file of the same run may contain the base.
+        whole_base = Encoder(memory_gateway.engine.transfers.get_signer()).encode_head(
+            parse_manifest(json.dumps(make_manifest_fields(snapshot_id="ba9876543210")).encode())
+        )
+        planned_base = import_snapshot(client, whole_base, name="planned-base").json()
+        imported = import_snapshot(client, make_jail_file(memory_gateway, 6), name="second").json()
+        assert imported["parentSnapshotID"] == planned_base["snapshotID"]
+        client.delete(f"{memory_gateway.url}/plans/{plan}")
+    assert api.get("/snapshots/copy").status_code == 404

@@ -137,6 +137,8 @@ def test_a_killed_operation_leaves_no_partial_object(
 ) -> None:
     if operation == "claim" and not sandbox_scenario.world.abilities.prewarm:
         pytest.skip(f"{sandbox_scenario.world.kind} declares that it cannot hold machines")
+    if operation == "import-since" and not sandbox_scenario.world.abilities.incremental_transfer:
+        pytest.skip(f"{sandbox_scenario.world.kind} declares that its files are always whole")
     kill_at_each_step(operation, sandbox_scenario, tmp_path / "output", check_sandboxes, restore_sandboxes)
 
 

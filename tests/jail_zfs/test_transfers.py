@@ -7,7 +7,7 @@ import shutil
 import signal
 import subprocess
 import sys
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -17,14 +17,22 @@ from zfs_core.capabilities import ZFS_FUSE_CAPABILITIES
 
 from sandbox_gateway.engine.spec import ForkSpec
 from sandbox_gateway.engine.transfer import interrupted
-from sandbox_gateway.engine.transfer.container import CHUNK_BYTES, MAGIC, Decoder, Encoder, compress_chunk
+from sandbox_gateway.engine.transfer.container import CHUNK_BYTES, MAGIC, compress_chunk
 from sandbox_gateway.engine.transfer.interrupted import Continuation
-from sandbox_gateway.engine.transfer.manifest import Manifest, Part, Sizes
 from sandbox_gateway.errors import BackendFailed, GatewayError, Invalid, NameTaken, NoSpace, NotFound, Unsupported
-from sandbox_gateway.hosts.base import SnapshotPart, StreamEncoding
+from sandbox_gateway.hosts.base import StreamEncoding
 from sandbox_gateway.hosts.jail_zfs.storage.storage import ZfsStorage
 from sandbox_gateway.records import Snapshot, SnapshotKind
 from tests.jail_zfs import pools
+from tests.jail_zfs.snapshot_files import (
+    export_snapshot,
+    import_snapshot,
+    list_objects,
+    list_partial_datasets,
+    make_file,
+    read_manifest,
+    read_stream,
+)
 from tests.support.jail_world import JailZfsWorld
 from tests.support.live import EngineRunner, engines
 from tests.support.waiting import wait_until
@@ -42,71 +50,6 @@ def make_runner(jail_zfs_world: JailZfsWorld) -> Iterator[MakeRunner]:
 @pytest.fixture
 def runner(make_runner: MakeRunner) -> EngineRunner:
     return make_runner()
-
-
-def export_snapshot(runner: EngineRunner, ref: str, resume_token: str = "") -> bytes:
-    async def read() -> bytes:
-        export = await runner.engine.transfers.export(ref, resume_token=resume_token)
-        try:
-            return b"".join([piece async for piece in export.read_pieces()])
-        finally:
-            await export.close()
-
-    return runner.do(read())
-
-
-def import_snapshot(
-    runner: EngineRunner,
-    file: bytes,
-    name: str | None = None,
-    *,
-    lost: bool = False,
-    continuation: Continuation | None = None,
-) -> Snapshot:
-    """Import a file. ``lost``: the connection is lost at its end."""
-
-    async def pieces() -> AsyncIterator[bytes]:
-        for start in range(0, len(file), 100_000):
-            yield file[start : start + 100_000]
-        if lost:
-            raise ConnectionResetError
-
-    return runner.do(runner.engine.transfers.import_(pieces(), name=name, continuation=continuation))
-
-
-def make_file(
-    runner: EngineRunner,
-    stream: bytes,
-    encoding: StreamEncoding = StreamEncoding.PLAIN,
-    snapshot_id: str = "0123456789ab",
-) -> bytes:
-    """Return a snapshot file that the gateway has signed, with ``stream`` as its contents."""
-    encoder = Encoder(runner.engine.transfers.get_signer())
-    manifest = Manifest(
-        snapshot_id=snapshot_id,
-        kind="snapshot",
-        names=["made"],
-        description="",
-        release="1",
-        host_kind="jail_zfs",
-        architecture=os.uname().machine,
-        sizes=Sizes(cpus=1, memory_mb=256, disk_mb=1024),
-        platform=None,
-        line=False,
-        encoding=encoding,
-        parts=[Part(name=SnapshotPart.STREAM, size=len(stream), data_bytes=len(stream))],
-    )
-    records = [encoder.encode_head(manifest)]
-    for start in range(0, len(stream), CHUNK_BYTES):
-        data = stream[start : start + CHUNK_BYTES]
-        if data.strip(b"\0"):
-            records.append(encoder.encode_chunk(compress_chunk(0, start, data)))
-    return b"".join([*records, encoder.encode_end()])
-
-
-def list_objects(runner: EngineRunner) -> set[str]:
-    """Return the names of all datasets and snapshots of the gateway."""
-    return {*zfs_core.get_tree(runner.config.jail_zfs.dataset, ["createtxg"])}
 
 
 def test_an_imported_snapshot_is_forked_after_the_original_is_gone(
@@ -145,14 +88,6 @@ def test_a_template_is_imported_as_a_template(runner: EngineRunner) -> None:
     assert list_objects(runner) == before
 
 
-def read_manifest(file: bytes) -> Manifest:
-    decoder = Decoder()
-    decoder.feed(file[:CHUNK_BYTES])
-    manifest = decoder.read_manifest()
-    assert isinstance(manifest, Manifest)
-    return manifest
-
-
 needs_openzfs = pytest.mark.skipif(not pools.IS_OPENZFS, reason="zfs-fuse can neither resume nor compress streams")
 
 
@@ -177,10 +112,6 @@ def test_a_host_with_zfs_fuse_refuses_encoded_streams_before_it_writes(
     with pytest.raises(Unsupported, match=rf"is {encoding}, but this host has zfs-fuse"):
         import_snapshot(runner, make_file(runner, b"x" * 5000, encoding))
     assert list_objects(runner) == before
-
-
-def list_partial_datasets(runner: EngineRunner) -> list[str]:
-    return [name for name in list_objects(runner) if "/retired/import-" in name]
 
 
 @pytest.fixture
@@ -412,10 +343,6 @@ def test_an_encrypted_snapshot_is_sent_raw(root: str, tmp_path: Path) -> None:
     assert (target.instances.clone(copy.id, "open") / "file").read_text() == "secret words"
     for storage in storages:
         storage.close()
-
-
-def read_stream(*arguments: str) -> bytes:
-    return subprocess.run(["zfs", "send", *arguments], capture_output=True, check=True, timeout=60).stdout
 
 
 @pytest.fixture

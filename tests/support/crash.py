@@ -68,9 +68,9 @@ async def _wait_until_ready(engine: Engine, ref: str, count: int) -> None:
             await asyncio.sleep(0.01)
 
 
-async def _import_copy(engine: Engine) -> None:
+async def _import_copy(engine: Engine, ref: str = "mark", since: str = "") -> None:
     """Export a snapshot without its memory, and import the file under another name."""
-    export = await engine.transfers.export("mark", memory=False)
+    export = await engine.transfers.export(ref, memory=False, since=since)
     try:
         pieces = [piece async for piece in export.read_pieces()]
     finally:
@@ -96,6 +96,7 @@ OPERATIONS: dict[str, Any] = {
     "delete": lambda engine: engine.snapshots.delete("spare-mark"),
     "delete-middle": lambda engine: engine.snapshots.delete("middle"),
     "import": _import_copy,
+    "import-since": lambda engine: _import_copy(engine, "child", "middle"),
 }
 
 

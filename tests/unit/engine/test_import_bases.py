@@ -9,7 +9,7 @@ import pytest
 
 from sandbox_gateway.engine.engine import Engine
 from sandbox_gateway.errors import Conflict
-from sandbox_gateway.hosts.base import SnapshotPart, SnapshotSource
+from sandbox_gateway.hosts.base import ImportBase, SnapshotPart, SnapshotSource
 from sandbox_gateway.records import Snapshot
 from tests.api.memory_host import MemoryHost, MemoryTarget
 from tests.support.memory_engine import create, opened_engine
@@ -45,7 +45,13 @@ class SharingMemoryHost(MemoryHost):
         self.targets: list[SharingMemoryTarget] = []
 
     async def begin_import(
-        self, snapshot: Snapshot, sizes: Mapping[SnapshotPart, int], *, line: bool, authentic: bool = False
+        self,
+        snapshot: Snapshot,
+        sizes: Mapping[SnapshotPart, int],
+        *,
+        line: bool,
+        authentic: bool = False,
+        base: ImportBase | None = None,
     ) -> SharingMemoryTarget:
         return SharingMemoryTarget(snapshot, self)
 

@@ -55,6 +55,8 @@ def make_changed_parts(name: str, size: int, data_bytes: int) -> dict[str, Any]:
 
 
 STREAM_PARTS = [{"name": "stream", "size": 5000, "data_bytes": 5000}]
+JAIL_FIELDS: dict[str, Any] = {"host_kind": "jail_zfs", "platform": None, "line": False, "parts": STREAM_PARTS}
+BASE: dict[str, Any] = {"guid": (1 << 64) - 1, "snapshot_id": "ba9876543210", "names": ["monday"]}
 
 
 def make_manifest(**changes: Any) -> Manifest:
@@ -100,6 +102,19 @@ def test_a_file_is_read_back_in_pieces_of_any_size(piece_bytes: int) -> None:
     chunks = decode_file(FILE, piece_bytes)
     expected = [(list(SnapshotPart)[index], offset, data) for index, offset, data in CHUNKS]
     assert [(chunk.part.name, chunk.offset, chunk.data) for chunk in chunks] == expected
+
+
+def test_the_base_of_an_incremental_file_is_authentic_and_absent_in_whole_files() -> None:
+    """Releases that do not know the field refuse a file that has it, because they refuse every unknown field."""
+    file, _ = make_file([(0, 0, b"stream".ljust(4096))], **JAIL_FIELDS, base=BASE)
+    decoder = Decoder()
+    decoder.feed(file)
+    manifest = decoder.read_manifest()
+    assert isinstance(manifest, Manifest) and manifest.base is not None
+    assert manifest.base.model_dump() == BASE
+    with pytest.raises(Invalid, match="signature"):
+        decode_file(file.replace(str(BASE["guid"]).encode(), str(BASE["guid"] - 1).encode()))
+    assert b'"base"' not in make_file([(0, 0, b"stream".ljust(4096))], **JAIL_FIELDS)[0]
 
 
 def test_a_decoder_returns_the_manifest_and_the_signer() -> None:
@@ -347,6 +362,15 @@ BAD_FIELDS: dict[str, dict[str, Any]] = {
     "a compressed stream of another kind of host": {"encoding": "compressed"},
     "an unknown encoding": {"encoding": "zip", "host_kind": "jail_zfs"},
     "a plain stream that continues an import": {"continues": True},
+    "a base of a virtual machine": {"base": BASE},
+    "a path as a base": {**JAIL_FIELDS, "base": {**BASE, "snapshot_id": "../../base"}},
+    "a path as the name of a base": {**JAIL_FIELDS, "base": {**BASE, "names": ["../base"]}},
+    "a base without a guid": {**JAIL_FIELDS, "base": {**BASE, "guid": None}},
+    "a guid of 0": {**JAIL_FIELDS, "base": {**BASE, "guid": 0}},
+    "a guid of 65 bits": {**JAIL_FIELDS, "base": {**BASE, "guid": 1 << 64}},
+    "a guid in quotes": {**JAIL_FIELDS, "base": {**BASE, "guid": "5"}},
+    "an unknown field of a base": {**JAIL_FIELDS, "base": {**BASE, "dataset": "tank"}},
+    "a base of a rest": {**JAIL_FIELDS, "base": BASE, "encoding": "compressed", "continues": True},
     "a path as an ancestor": {"ancestors": ["../../base"]},
     "many ancestors": {"ancestors": ["0" * 12] * 17},
     "a path as the architecture": {"architecture": "/bin/sh"},

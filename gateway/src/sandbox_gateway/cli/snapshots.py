@@ -171,6 +171,15 @@ def export(
     snapshot: SnapshotRef,
     file: Annotated[str, typer.Argument(metavar="FILE", help="The file to create; - for standard output.")],
     no_memory: Annotated[bool, typer.Option("--no-memory", help="Export the disk only.")] = False,
+    since: Annotated[
+        str,
+        typer.Option(
+            "--since",
+            metavar="SNAPSHOT",
+            help="Export only what differs from this snapshot or template. Only on jail hosts.",
+            show_default=False,
+        ),
+    ] = "",
     resume_token: Annotated[
         str,
         typer.Option(
@@ -188,7 +197,7 @@ def export(
 
     settings = get_settings(ctx, as_json)
     path = build_path("snapshots", snapshot, "export")
-    params = {"memory": "none" if no_memory else "", "resumeToken": resume_token}
+    params = {"memory": "none" if no_memory else "", "since": since, "resumeToken": resume_token}
     size = snapshot_files.export(settings.client, path, snapshot, file, **params)
     if file == "-":
         return

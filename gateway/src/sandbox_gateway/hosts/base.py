@@ -58,6 +58,8 @@ class Abilities:
     """Appends by several sandboxes to a file of a volume are atomic, and file locks work across sandboxes."""
     transfer: bool = False
     """Snapshots can be exported to files and imported from them."""
+    incremental_transfer: bool = False
+    """A file can contain only what differs from another snapshot."""
 
 
 @dataclass(frozen=True)
@@ -224,6 +226,17 @@ class SnapshotSource(PartSource, Protocol):
     @property
     def line(self) -> bool:
         """Whether the agent in the captured memory listens on its serial line."""
+
+
+@dataclass(frozen=True)
+class ImportBase:
+    """The local snapshot that an import needs, because the file contains only what differs from it.
+
+    ``id``: its id on this host. ``guid``: the number that it has on every host.
+    """
+
+    id: str
+    guid: int
 
 
 class ImportTarget(Protocol):
@@ -423,10 +436,19 @@ class Host(Protocol):
         Returns "" if it can be restored, or if the snapshot has no memory.
         """
 
-    async def open_snapshot(self, snapshot: Snapshot, *, memory: bool, resume_token: str = "") -> SnapshotSource:
+    async def find_export_bases(self, snapshot: Snapshot) -> Mapping[str, int]:
+        """Return the guids of the snapshots since which ``snapshot`` can be exported, by id. The nearest is first.
+
+        Only called if the host has the ability ``incremental_transfer``.
+        """
+
+    async def open_snapshot(
+        self, snapshot: Snapshot, *, memory: bool, base_id: str = "", resume_token: str = ""
+    ) -> SnapshotSource:
         """Open a committed snapshot for reading. ``memory``: include the memory, which must be restorable.
 
-        ``resume_token``: open only the rest of its stream, after what a ``ResumableTarget`` has received.
+        ``base_id``: open only what differs from this snapshot, one of ``find_export_bases``. ``resume_token``: open
+        only the rest of its stream, after what a ``ResumableTarget`` has received.
         """
 
     def find_import_problem(self, host_kind: str, architecture: str, platform: Mapping[str, str]) -> str:
@@ -438,13 +460,26 @@ class Host(Protocol):
     def check_encoding(self, encoding: StreamEncoding) -> None:
         """Raise Unsupported unless this host can receive streams with this encoding."""
 
+    async def find_import_bases(self, guid: int, origin_id: str) -> Sequence[str]:
+        """Return the ids of the snapshots of this gateway that have the guid ``guid``.
+
+        ``origin_id``: the id of such a snapshot in another gateway, for hosts whose snapshots have no guid.
+        """
+
     async def begin_import(
-        self, snapshot: Snapshot, sizes: Mapping[SnapshotPart, int], *, line: bool, authentic: bool = False
+        self,
+        snapshot: Snapshot,
+        sizes: Mapping[SnapshotPart, int],
+        *,
+        line: bool,
+        authentic: bool = False,
+        base: ImportBase | None = None,
     ) -> ImportTarget:
         """Create the parts of ``snapshot``, all zero, with the given sizes. ``line``: see ``SnapshotSource``.
 
         ``authentic``: the signer of everything that is written to the target is known when it is written. Otherwise,
-        that is only known at ``commit``.
+        that is only known at ``commit``. ``base``: the stream contains only what differs from it. It must exist until
+        the import ends.
         """
 
     # -- volumes ----------------------------------------------------------------------------------------------------

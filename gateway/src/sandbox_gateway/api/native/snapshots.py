@@ -79,6 +79,13 @@ async def export(
     ref: Ref,
     engine: EngineDep,
     memory: Annotated[Literal["auto", "none"], Query(description="none: export only the disk.")] = "auto",
+    since: Annotated[
+        str,
+        Query(
+            max_length=MAX_REF_LENGTH,
+            description="A snapshot or template. Export only what differs from it: only on jail hosts.",
+        ),
+    ] = "",
     resume_token: Annotated[
         str,
         Query(
@@ -92,9 +99,13 @@ async def export(
 ) -> Response:
     """Return the snapshot file, or, if a client has lost its connection, the rest of it.
 
-    The gateway creates the bytes before `offset` again, and compares their digest.
+    The gateway creates the bytes before `offset` again, and compares their digest. A plan session only checks whether
+    the snapshot can be exported since `since`.
     """
-    export = await engine.transfers.export(ref, memory=memory == "auto", resume_token=resume_token)
+    if since and get_plan_id(request.scope):
+        await engine.transfers.check_export(ref, since=since)
+        return Response(status_code=204)
+    export = await engine.transfers.export(ref, memory=memory == "auto", since=since, resume_token=resume_token)
     return await respond(request, export, engine.config.server.stalled_seconds, offset, digest)
 
 

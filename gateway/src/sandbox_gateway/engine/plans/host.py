@@ -16,6 +16,7 @@ from sandbox_gateway.errors import Conflict, Unsupported
 from sandbox_gateway.hosts.base import (
     Endpoint,
     GuestMount,
+    ImportBase,
     ImportTarget,
     Load,
     Log,
@@ -59,6 +60,8 @@ class PlannedHost:
         """The instances that the session has started."""
         self._stopped_instances: set[str] = set()
         """The real instances that the session has stopped."""
+        self._new_snapshots: dict[str, Snapshot] = {}
+        """The snapshots that the session has created, by id. It may have removed them again."""
         self._room = PlannedRoom(engine, recent_captures)
 
     # -- the host ---------------------------------------------------------------------------------------------------
@@ -205,7 +208,9 @@ class PlannedHost:
         self._charge(sum(map(_measure, (snapshot, *volumes))))
         self._room.add_snapshot(snapshot.id, memory=memory)
         captured_memory = MemoryMode.FULL if memory else MemoryMode.NONE
-        return snapshot.model_copy(update={"memory": captured_memory, "resources": sandbox.resources})
+        snapshot = snapshot.model_copy(update={"memory": captured_memory, "resources": sandbox.resources})
+        self._new_snapshots[snapshot.id] = snapshot
+        return snapshot
 
     async def save_snapshot(self, snapshot: Snapshot) -> None:
         self._charge(_measure(snapshot))
@@ -219,7 +224,23 @@ class PlannedHost:
     def memory_problem(self, snapshot: Snapshot) -> str:
         return self._real_host.memory_problem(snapshot) if self._has_snapshot(snapshot) else ""
 
-    async def open_snapshot(self, snapshot: Snapshot, *, memory: bool, resume_token: str = "") -> SnapshotSource:
+    async def find_export_bases(self, snapshot: Snapshot) -> Mapping[str, int]:
+        """Return the bases of a real snapshot, or predict those of a snapshot that the session has created.
+
+        The guids in a prediction are 0.
+        """
+        if self._has_snapshot(snapshot):
+            return await self._real_host.find_export_bases(snapshot)
+        parent = self._new_snapshots.get(snapshot.parent) or self._engine.index.snapshots.get(snapshot.parent)
+        if parent is None:
+            return {}
+        has_same_source = snapshot.source_sandbox and snapshot.source_sandbox == parent.source_sandbox
+        earlier_bases = await self.find_export_bases(parent) if has_same_source else {}
+        return {parent.id: 0, **earlier_bases}
+
+    async def open_snapshot(
+        self, snapshot: Snapshot, *, memory: bool, base_id: str = "", resume_token: str = ""
+    ) -> SnapshotSource:
         raise Unsupported("a plan session cannot export snapshots: export them outside the session")
 
     def find_import_problem(self, host_kind: str, architecture: str, platform: Mapping[str, str]) -> str:
@@ -228,10 +249,24 @@ class PlannedHost:
     def check_encoding(self, encoding: StreamEncoding) -> None:
         self._real_host.check_encoding(encoding)
 
+    async def find_import_bases(self, guid: int, origin_id: str) -> Sequence[str]:
+        """Return the real snapshots with this guid, and those that the session has imported from ``origin_id``."""
+        new_ids = [
+            id for id, each in self._new_snapshots.items() if each.imported and each.imported.snapshot == origin_id
+        ]
+        return [*await self._real_host.find_import_bases(guid, origin_id), *new_ids]
+
     async def begin_import(
-        self, snapshot: Snapshot, sizes: Mapping[SnapshotPart, int], *, line: bool, authentic: bool = False
+        self,
+        snapshot: Snapshot,
+        sizes: Mapping[SnapshotPart, int],
+        *,
+        line: bool,
+        authentic: bool = False,
+        base: ImportBase | None = None,
     ) -> ImportTarget:
         self._charge(_measure(snapshot))
+        self._new_snapshots[snapshot.id] = snapshot
         self._room.add_snapshot(snapshot.id, memory=snapshot.memory is not MemoryMode.NONE)
         return _PlannedTarget()
 

@@ -89,6 +89,8 @@ class Contents(_StrictModel):
     def _check_parts(self) -> Contents:
         if self.manifest.continues:
             raise ValueError("the manifest is that of a file that continues an import")
+        if self.manifest.base is not None:
+            raise ValueError("the manifest is that of a file that needs another snapshot")
         if [each.part for each in self.parts] != [each.name for each in self.manifest.parts]:
             raise ValueError("the table of chunks does not have the parts of the manifest")
         if sum(len(each.chunks) for each in self.parts) > MAX_CHUNKS:

@@ -1,4 +1,7 @@
-"""Find local snapshots that probably share data with one that arrives from another gateway."""
+"""Find local snapshots that share data with one that is exported, or that arrives from another gateway.
+
+An incremental file needs exactly one other snapshot, its *base*. Other imports use what they find, and need nothing.
+"""
 
 from __future__ import annotations
 
@@ -8,14 +11,17 @@ from typing import TYPE_CHECKING
 
 from sandbox_gateway.engine.collector import Collector
 from sandbox_gateway.engine.context import Context
-from sandbox_gateway.errors import GatewayError
-from sandbox_gateway.records import MemoryMode, Snapshot
+from sandbox_gateway.errors import GatewayError, Invalid, NotFound, Unsupported
+from sandbox_gateway.hosts.base import ImportBase
+from sandbox_gateway.records import MemoryMode, Snapshot, SnapshotKind
 
 if TYPE_CHECKING:
+    from sandbox_gateway.engine.transfer.manifest import Base
     from sandbox_gateway.hosts.base import SnapshotSource
 
 _MAX_BASES = 4
 """The number of local snapshots in which a transfer looks for data."""
+_MAX_LISTED_BASES = 8
 
 
 class Bases:
@@ -59,6 +65,42 @@ class Bases:
                     sources.append(source)
             yield sources
 
+    async def require_export_base(self, snapshot: Snapshot, base: Snapshot) -> int:
+        """Return the guid of ``base``, since which ``snapshot`` is to be exported. Raises Unsupported and Invalid."""
+        if not self._host.abilities.incremental_transfer:
+            raise Unsupported(
+                "only jail hosts can export what has changed since another snapshot; files with the images of virtual "
+                "machines are always whole: omit 'since', or push the snapshot to a registry, which gets only new "
+                "chunks"
+            )
+        guids = await self._host.find_export_bases(snapshot)
+        if base.id in guids:
+            return guids[base.id]
+        usable_bases = [
+            each for id in guids if (each := self._index.snapshots.get(id)) is not None and not each.is_hidden
+        ]
+        names = ", ".join(_describe(each.id, each.all_names) for each in usable_bases[:_MAX_LISTED_BASES])
+        raise Invalid(
+            f"snapshot {_describe(snapshot.id, snapshot.all_names)} cannot be exported since "
+            f"{_describe(base.id, base.all_names)}, because ZFS needs an earlier snapshot of the same file system, or "
+            "the snapshot or template from which that was cloned: "
+            + (f"use one of these: {names}" if names else "there is none, so omit 'since'")
+        )
+
+    async def find_import_base(self, manifest_base: Base) -> ImportBase:
+        """Return the local snapshot that a file needs. Raises NotFound."""
+        ids = await self._host.find_import_bases(manifest_base.guid, manifest_base.snapshot_id)
+        bases = [each for id in ids if (each := self._index.snapshots.get(id)) is not None and not each.is_hidden]
+        if not bases:
+            name = _describe(manifest_base.snapshot_id, manifest_base.names)
+            raise NotFound(
+                "snapshot",
+                manifest_base.snapshot_id,
+                message=f"the file contains only what differs from snapshot {name} of the gateway that exported it, "
+                "but this gateway has no copy of that one: import it first, or export the snapshot without 'since'",
+            )
+        return ImportBase(bases[0].id, manifest_base.guid)
+
     def _find(self, ids: Sequence[str]) -> list[Snapshot]:
         found_snapshots = []
         for id in ids:
@@ -66,3 +108,17 @@ class Bases:
                 if snapshot.id == id or (snapshot.imported is not None and snapshot.imported.snapshot == id):
                     found_snapshots.append(snapshot)
         return found_snapshots[:_MAX_BASES]
+
+
+def _describe(id: str, names: Sequence[str]) -> str:
+    return f"{names[0]!r} ({id})" if names else id
+
+
+def set_lineage(snapshot: Snapshot, base: Snapshot) -> None:
+    """Make an imported snapshot a child of its base, as if it had been taken of a fork of the base."""
+    snapshot.parent = base.id
+    if snapshot.kind is SnapshotKind.TEMPLATE:
+        return  # A template begins a lineage of its own.
+    snapshot.template_id = base.id if base.kind is SnapshotKind.TEMPLATE else base.template_id
+    snapshot.origin = base.origin or base.template_id or base.id
+    snapshot.origin_sandbox = base.origin_sandbox

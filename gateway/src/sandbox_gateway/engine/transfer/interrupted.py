@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 
 from sandbox_gateway.engine.context import Context
 from sandbox_gateway.errors import Conflict, NotFound
-from sandbox_gateway.hosts.base import ImportTarget, ResumableTarget, SnapshotPart
+from sandbox_gateway.hosts.base import ImportBase, ImportTarget, ResumableTarget, SnapshotPart
 from sandbox_gateway.log import Logger
 from sandbox_gateway.records import Snapshot, SnapshotKind, Volume, now
 from sandbox_gateway.tasks import clean_up
@@ -82,9 +82,18 @@ class InterruptedImports:
         return list(self._imports.values())
 
     async def begin(
-        self, snapshot: Snapshot, manifest: Manifest, sizes: Mapping[SnapshotPart, int], signer: str, *, authentic: bool
+        self,
+        snapshot: Snapshot,
+        manifest: Manifest,
+        sizes: Mapping[SnapshotPart, int],
+        signer: str,
+        *,
+        authentic: bool,
+        base: ImportBase | None = None,
     ) -> ImportTarget:
         """Begin the import of ``snapshot``, or continue an interrupted one, whose id ``snapshot`` then gets.
+
+        ``base``: the snapshot that the file needs. The caller prevents its removal until the import ends.
 
         If the file is whole, an interrupted import of the same snapshot is discarded. Raises NotFound if there is
         nothing to continue.
@@ -103,7 +112,7 @@ class InterruptedImports:
             interrupted_import.target.resume(snapshot, sizes)
             return interrupted_import.target
         await self.discard_older(manifest, signer)
-        return await self._host.begin_import(snapshot, sizes, line=manifest.line, authentic=authentic)
+        return await self._host.begin_import(snapshot, sizes, line=manifest.line, authentic=authentic, base=base)
 
     async def discard_older(self, manifest: Manifest | VolumeManifest, signer: str) -> None:
         """Discard the interrupted import of the snapshot, if there is one, because its whole file is imported."""

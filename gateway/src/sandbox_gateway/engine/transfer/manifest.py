@@ -118,6 +118,17 @@ class VolumeManifest(_AnyManifest):
         return self
 
 
+class Base(_StrictModel):
+    """The snapshot since which another one was exported. The importing host finds it by its guid alone."""
+
+    guid: int = Field(ge=1, lt=1 << 64, strict=True)
+    """The number by which ZFS recognizes the snapshot in every pool that has received it."""
+    snapshot_id: Id
+    """Its id in the gateway that exported the file, for messages."""
+    names: list[Name] = Field(default_factory=list, max_length=16)
+    """Its names there, for messages."""
+
+
 class Manifest(_AnyManifest):
     """The manifest of a sandbox's snapshot, or of a template."""
 
@@ -132,6 +143,8 @@ class Manifest(_AnyManifest):
     """Whether the agent in the captured memory listens on its serial line."""
     continues: bool = Field(False, strict=True)
     """Whether the stream begins where an interrupted import of the same snapshot ended."""
+    base: Base | None = None
+    """The snapshot that the importing host needs, because the stream contains only what differs from it."""
     ancestors: list[Id] = Field(default_factory=list, max_length=MAX_ANCESTORS)
     """Ids, in the gateway that exported it, of snapshots that probably share data with it. The nearest is first."""
     parts: list[Part] = Field(max_length=len(SnapshotPart))
@@ -143,6 +156,10 @@ class Manifest(_AnyManifest):
             raise ValueError("the parts are not in the required order, or one occurs twice")
         if self.continues and self.encoding is StreamEncoding.PLAIN:
             raise ValueError("only a compressed or raw stream can continue an import")
+        if self.base is not None and self.host_kind != "jail_zfs":
+            raise ValueError("only the stream of a jail host can need another snapshot")
+        if self.base is not None and self.continues:
+            raise ValueError("a stream that needs another snapshot cannot continue an import")
         if self.host_kind == "jail_zfs":
             if self.platform or self.line:
                 raise ValueError("a snapshot of a jail cannot contain memory")

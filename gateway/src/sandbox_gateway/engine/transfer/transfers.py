@@ -26,11 +26,12 @@ from sandbox_gateway.engine.name_claims import NameClaim
 from sandbox_gateway.engine.names import require_valid_name
 from sandbox_gateway.engine.room import PendingImport, RoomMonitor
 from sandbox_gateway.engine.secret import load_secret
-from sandbox_gateway.engine.transfer.bases import Bases
+from sandbox_gateway.engine.transfer.bases import Bases, set_lineage
 from sandbox_gateway.engine.transfer.interrupted import Continuation, InterruptedImports, ReceivedFile
 from sandbox_gateway.errors import Busy, Conflict, Invalid, NoSpace, Unsupported, Untrusted
 from sandbox_gateway.hosts.base import (
     MEMORY_PARTS,
+    ImportBase,
     ImportTarget,
     PartSource,
     ResumableTarget,
@@ -97,21 +98,49 @@ class Transfers:
         path = self._context.config.host.state_root / "signing-key"
         return load_secret(path, "trust its new key wherever its files are imported")
 
-    async def export(self, ref: str, *, memory: bool = True, resume_token: str = "") -> Export:
+    async def export(self, ref: str, *, memory: bool = True, since: str = "", resume_token: str = "") -> Export:
         """Open a snapshot or template for an export. ``memory``: include its memory, if it has any.
 
-        ``resume_token``: export only what the ``InterruptedImport`` with this token lacks. The caller calls
-        ``Export.read_pieces``, and must call ``Export.close``.
+        ``since``: export only what differs from this snapshot or template. ``resume_token``: export only what the
+        ``InterruptedImport`` with this token lacks. The caller calls ``Export.read_pieces``, and must call
+        ``Export.close``.
         """
+        snapshot, base, guid = await self._resolve_export(ref, since=since, resume_token=resume_token)
+        memory = memory and snapshot.memory is not MemoryMode.NONE
+        create_manifest = partial(
+            _create_manifest,
+            snapshot,
+            self.bases.list_ancestors(snapshot),
+            base=None if base is None else (base, guid),
+            continues=bool(resume_token),
+        )
+
+        async def open_source() -> SnapshotSource:
+            base_id = "" if base is None else base.id
+            return await self._host.open_snapshot(snapshot, memory=memory, base_id=base_id, resume_token=resume_token)
+
+        return await self._open_export([snapshot] if base is None else [snapshot, base], open_source, create_manifest)
+
+    async def check_export(self, ref: str, *, since: str = "") -> None:
+        """Raise the error of ``export`` that these arguments cause, as far as it is known before the export."""
+        await self._resolve_export(ref, since=since)
+
+    async def _resolve_export(
+        self, ref: str, *, since: str, resume_token: str = ""
+    ) -> tuple[Snapshot, Snapshot | None, int]:
+        """Return the snapshot to export, the one since which it is exported, if any, and the guid of that."""
         snapshot = self._index.get_snapshot(ref)
         self.require_ability()
-        memory = memory and snapshot.memory is not MemoryMode.NONE
         self.require_exportable(snapshot)
-        return await self._open_export(
-            snapshot,
-            lambda: self._host.open_snapshot(snapshot, memory=memory, resume_token=resume_token),
-            partial(_create_manifest, snapshot, self.bases.list_ancestors(snapshot), continues=bool(resume_token)),
-        )
+        if not since:
+            return snapshot, None, 0
+        if resume_token:
+            raise Invalid(
+                "an import of what has changed since another snapshot does not continue with a resume token: omit "
+                "'resumeToken' or 'since'"
+            )
+        base = self._index.get_snapshot(since)
+        return snapshot, base, await self.bases.require_export_base(snapshot, base)
 
     def require_exportable(self, snapshot: Snapshot) -> None:
         """Raise Unsupported if a file or an artifact cannot contain all of the snapshot."""
@@ -128,17 +157,17 @@ class Transfers:
         snapshot = self._index.get_volume_snapshot(snapshot_ref, volume)
         self.require_ability()
         create_manifest = partial(_create_volume_manifest, volume, snapshot)
-        return await self._open_export(snapshot, lambda: self._host.open_volume_snapshot(snapshot), create_manifest)
+        return await self._open_export([snapshot], lambda: self._host.open_volume_snapshot(snapshot), create_manifest)
 
     async def _open_export(
         self,
-        snapshot: Snapshot | VolumeSnapshot,
+        used_snapshots: Sequence[Snapshot | VolumeSnapshot],
         open_source: Callable[[], Awaitable[_Source]],
         create_manifest: Callable[[_Source, list[Part]], Manifest | VolumeManifest],
     ) -> Export:
         with contextlib.ExitStack() as stack:
             stack.enter_context(self.slot_held())
-            async with self._collector.pinned_then_collected(snapshot):
+            async with self._collector.pinned_then_collected(*used_snapshots):
                 source = await open_source()
             stack.callback(source.close)
             export = Export(self.get_signer(), source, partial(create_manifest, source))
@@ -180,6 +209,7 @@ class Transfers:
             else:
                 assert isinstance(received.record, Snapshot)
                 snapshot = received.record
+            base = await file.stack.enter_async_context(self._import_base_pinned(manifest, snapshot))
             snapshot.names = new_names or [*manifest.names]
             has_memory = snapshot.memory is not MemoryMode.NONE
             set_memory_mode(snapshot.memory)
@@ -197,7 +227,12 @@ class Transfers:
                         target = self.interrupted_imports.take(received)
                     else:
                         target = await self.interrupted_imports.begin(
-                            snapshot, manifest, sizes, file.signer, authentic=file.decoder.has_signed_chunks
+                            snapshot,
+                            manifest,
+                            sizes,
+                            file.signer,
+                            authentic=file.decoder.has_signed_chunks,
+                            base=base,
                         )
                     try:
                         async with self.names_claimed(snapshot, snapshot.names):
@@ -313,6 +348,21 @@ class Transfers:
             finally:
                 target.use_bases([])
 
+    @contextlib.asynccontextmanager
+    async def _import_base_pinned(self, manifest: Manifest, snapshot: Snapshot) -> AsyncIterator[ImportBase | None]:
+        """Find the snapshot that the file needs, and prevent its removal inside this context.
+
+        ``snapshot`` becomes its child. Yields None if the file is whole. Raises NotFound.
+        """
+        if manifest.base is None:
+            yield None
+            return
+        base = await self.bases.find_import_base(manifest.base)
+        parent = self._index.get_snapshot(base.id)
+        async with self._collector.pinned_then_collected(parent):
+            set_lineage(snapshot, parent)
+            yield base
+
     async def _keep_file(
         self, file: _OpenFile, record: Snapshot | Volume, target: ImportTarget, pending_import: PendingImport
     ) -> None:
@@ -338,7 +388,8 @@ class Transfers:
             batches = join_into_batches(pieces)
             manifest = decoder.read_manifest() or await _read_manifest(decoder, batches)
             signer = self.require_trusted(decoder.public_key, trusted_fingerprints)
-            yield _OpenFile(decoder, batches, manifest, signer, received)
+            async with contextlib.AsyncExitStack() as stack:
+                yield _OpenFile(decoder, batches, manifest, signer, received, stack)
 
     def is_trusted(self, fingerprint: str) -> bool:
         """Return whether this gateway, or another host of its fleet, has signed with the key with this fingerprint."""
@@ -408,8 +459,9 @@ class Transfers:
 class _OpenFile:
     """A file that is being imported. ``batches``: the rest of it. ``signer``: a fingerprint, which is trusted.
 
-    ``received``: what an interrupted import has received of it. ``is_waiting``: whether the client has to send more of
-    it. ``is_cut_off``: whether the connection to the client was lost while the gateway waited for more.
+    ``received``: what an interrupted import has received of it. ``stack``: closed when the import ends.
+    ``is_waiting``: whether the client has to send more of it. ``is_cut_off``: whether the connection to the client was
+    lost while the gateway waited for more.
     """
 
     decoder: Decoder
@@ -417,6 +469,7 @@ class _OpenFile:
     manifest: Manifest | VolumeManifest
     signer: str
     received: ReceivedFile | None
+    stack: contextlib.AsyncExitStack
     is_waiting: bool = False
     is_cut_off: bool = False
 
@@ -541,9 +594,16 @@ class Export:
 
 
 def _create_manifest(
-    snapshot: Snapshot, ancestors: list[str], source: SnapshotSource, parts: list[Part], *, continues: bool
+    snapshot: Snapshot,
+    ancestors: list[str],
+    source: SnapshotSource,
+    parts: list[Part],
+    *,
+    base: tuple[Snapshot, int] | None,
+    continues: bool,
 ) -> Manifest:
-    from sandbox_gateway.engine.transfer.manifest import MachinePlatform, Manifest, Sizes
+    """Return the manifest of a file. ``base``: the snapshot that the file needs, and its guid."""
+    from sandbox_gateway.engine.transfer.manifest import Base, MachinePlatform, Manifest, Sizes
 
     sizes = snapshot.resources
     return Manifest(
@@ -559,6 +619,7 @@ def _create_manifest(
         line=source.line,
         encoding=source.encoding,
         continues=continues,
+        base=Base(guid=base[1], snapshot_id=base[0].id, names=base[0].names[:_MAX_NAMES]) if base else None,
         ancestors=ancestors if _get_host_kind(source) == "kvm_xfs" else [],
         parts=parts,
     )

@@ -20,6 +20,7 @@ from sandbox_gateway.hosts.base import (
     Abilities,
     Endpoint,
     GuestMount,
+    ImportBase,
     ImportTarget,
     Load,
     Log,
@@ -84,6 +85,7 @@ class JailZfsHost:
         atomic_capture=True,
         atomic_append=True,
         transfer=_CAN_TRANSFER,
+        incremental_transfer=_CAN_TRANSFER,
     )
 
     def __init__(self, config: Config, *, environment: Mapping[str, str] | None = None) -> None:
@@ -297,15 +299,20 @@ class JailZfsHost:
     def memory_problem(self, snapshot: Snapshot) -> str:
         return ""
 
-    async def open_snapshot(self, snapshot: Snapshot, *, memory: bool, resume_token: str = "") -> SnapshotSource:
+    async def find_export_bases(self, snapshot: Snapshot) -> Mapping[str, int]:
+        return await run_in_thread(self._storage.streams.find_export_bases, snapshot.id)
+
+    async def open_snapshot(
+        self, snapshot: Snapshot, *, memory: bool, base_id: str = "", resume_token: str = ""
+    ) -> SnapshotSource:
+        streams = self._storage.streams
         return await finish_despite_cancellation(
             run_in_thread(
                 transfer.open_source,
-                self._storage.streams,
-                snapshot.id,
                 self._config.host.state_root,
                 self._reserve_bytes,
-                resume_token,
+                measure=partial(streams.measure, snapshot.id, base_id=base_id),
+                send=partial(streams.send, snapshot.id, base_id=base_id, resume_token=resume_token),
             )
         )
 
@@ -320,16 +327,29 @@ class JailZfsHost:
                 "streams: use a host with OpenZFS"
             )
 
+    async def find_import_bases(self, guid: int, origin_id: str) -> Sequence[str]:
+        return await run_in_thread(self._storage.streams.find_by_guid, guid)
+
     async def begin_import(
-        self, snapshot: Snapshot, sizes: Mapping[SnapshotPart, int], *, line: bool, authentic: bool = False
+        self,
+        snapshot: Snapshot,
+        sizes: Mapping[SnapshotPart, int],
+        *,
+        line: bool,
+        authentic: bool = False,
+        base: ImportBase | None = None,
     ) -> ImportTarget:
         if authentic and zfs_core.detect_capabilities().receive_options:
             return transfer.ReceivingTarget(
-                self._storage.streams, snapshot, sizes[SnapshotPart.STREAM], on_commit=self._disks.add_snapshot
+                self._storage.streams,
+                snapshot,
+                sizes[SnapshotPart.STREAM],
+                on_commit=self._disks.add_snapshot,
+                base=base,
             )
         target = transfer.StreamTarget(
             self._config.host.state_root,
-            receive=partial(self._storage.streams.receive, snapshot),
+            receive=partial(self._storage.streams.receive, snapshot, base=base),
             discard=partial(self._storage.streams.discard, snapshot),
             on_commit=partial(self._disks.add_snapshot, snapshot),
         )
@@ -364,13 +384,14 @@ class JailZfsHost:
         await self._volumes.rollback(volume, snapshot)
 
     async def open_volume_snapshot(self, snapshot: VolumeSnapshot) -> PartSource:
+        streams = self._storage.volume_streams
         return await finish_despite_cancellation(
             run_in_thread(
                 transfer.open_source,
-                self._storage.volume_streams,
-                snapshot.id,
                 self._config.host.state_root,
                 self._reserve_bytes,
+                measure=partial(streams.measure, snapshot.id),
+                send=partial(streams.send, snapshot.id),
             )
         )
 

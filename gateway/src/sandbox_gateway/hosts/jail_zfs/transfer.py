@@ -21,7 +21,7 @@ from typing import BinaryIO, Protocol
 from zfs_core.stream_format import RECORD_BYTES, parse_begin_record
 
 from sandbox_gateway.errors import BackendFailed, GatewayError, NoSpace, Timeout
-from sandbox_gateway.hosts.base import SnapshotPart, StreamEncoding
+from sandbox_gateway.hosts.base import ImportBase, SnapshotPart, StreamEncoding
 from sandbox_gateway.hosts.jail_zfs.storage.snapshot_streams import check_stream
 from sandbox_gateway.hosts.os_errors import translated_os_errors
 from sandbox_gateway.hosts.positional_writes import write_all
@@ -34,19 +34,6 @@ log = Logger("jail_zfs")
 
 _MAX_ZERO_CHUNK_BYTES = 1 << 20
 _PIPE_SECONDS = 60
-
-
-class Streams(Protocol):
-    """Sends the snapshots of either sandboxes or volumes. Methods block, are thread-safe, and raise GatewayError."""
-
-    def measure(self, snapshot_id: str) -> int:
-        """Return the number of bytes that the snapshot's files use in the pool."""
-
-    def send(self, snapshot_id: str, file: int, resume_token: str = "") -> StreamEncoding:
-        """Write a stream that contains the whole snapshot, without properties, to the descriptor ``file``.
-
-        ``resume_token``: write only the rest, after what another host has received.
-        """
 
 
 class StreamSource:
@@ -75,16 +62,17 @@ class StreamSource:
 
 
 def open_source(
-    streams: Streams, snapshot_id: str, directory: Path, reserve_bytes: int, resume_token: str = ""
+    directory: Path, reserve_bytes: int, *, measure: Callable[[], int], send: Callable[[int], StreamEncoding]
 ) -> StreamSource:
     """Send a snapshot to a temporary file in ``directory``, on whose disk ``reserve_bytes`` stay free. Blocks.
 
-    ``resume_token``: see ``Streams.send``. Raises GatewayError.
+    ``measure``: returns how many bytes the stream will have at most. ``send``: writes it to a descriptor. Raises
+    GatewayError.
     """
     # If the dataset is compressed, and zfs-fuse sends it, the stream can be larger. Sending it then fails.
-    file = _create_file(directory, streams.measure(snapshot_id) + reserve_bytes, "export the snapshot")
+    file = _create_file(directory, measure() + reserve_bytes, "export the snapshot")
     try:
-        encoding = streams.send(snapshot_id, file.fileno(), resume_token)
+        encoding = send(file.fileno())
         return StreamSource(file, encoding)
     except BaseException:
         file.close()
@@ -141,8 +129,11 @@ class StreamTarget:
 class Receiver(Protocol):
     """Receives the streams of snapshots. Methods block, are thread-safe, and raise GatewayError."""
 
-    def receive_part(self, record: Snapshot, file: int, size: int) -> None:
-        """Receive a stream of ``size`` bytes, or its rest, from a pipe. If the pipe ends early, keeps what arrived."""
+    def receive_part(self, record: Snapshot, file: int, size: int, *, base: ImportBase | None = None) -> None:
+        """Receive a stream of ``size`` bytes, or its rest, from a pipe. If the pipe ends early, keeps what arrived.
+
+        ``base``: the snapshot that the stream needs.
+        """
 
     def complete(self, record: Snapshot) -> None:
         """Commit the record of a snapshot that has been received, and give its dataset the final name."""
@@ -158,13 +149,21 @@ class ReceivingTarget:
     """A snapshot that ZFS receives while it arrives: an implementation of hosts.base.ResumableTarget.
 
     Each piece that is written must be authentic. Methods may be called in different threads, but not concurrently.
+    ``base``: the snapshot that the stream needs. Such an import cannot be resumed.
     """
 
     def __init__(
-        self, receiver: Receiver, snapshot: Snapshot, size: int, *, on_commit: Callable[[Snapshot], None]
+        self,
+        receiver: Receiver,
+        snapshot: Snapshot,
+        size: int,
+        *,
+        on_commit: Callable[[Snapshot], None],
+        base: ImportBase | None = None,
     ) -> None:
         self._receiver = receiver
         self._on_commit = on_commit
+        self._base = base
         self._start(snapshot, size, is_resuming=False)
 
     def _start(self, snapshot: Snapshot, size: int, *, is_resuming: bool) -> None:
@@ -192,8 +191,8 @@ class ReceivingTarget:
             if len(self._begin_record) < RECORD_BYTES:
                 return
             data = self._begin_record
-            check_stream(parse_begin_record(data), is_resuming=self._is_resuming)
-            self._pipe = _Pipe(lambda fd: self._receiver.receive_part(self._snapshot, fd, self._size))
+            check_stream(parse_begin_record(data), is_resuming=self._is_resuming, base=self._base)
+            self._pipe = _Pipe(lambda fd: self._receiver.receive_part(self._snapshot, fd, self._size, base=self._base))
         self._pipe.write(data)
 
     async def commit(self) -> None:
@@ -203,7 +202,7 @@ class ReceivingTarget:
     def _finish(self) -> None:
         self._write_zeros(self._size)
         if self._pipe is None:
-            check_stream(None, is_resuming=self._is_resuming)
+            check_stream(None)
         else:
             self._pipe.close()
         self._receiver.complete(self._snapshot)
@@ -213,6 +212,8 @@ class ReceivingTarget:
 
     def _suspend(self) -> str:
         self._close_pipe()
+        if self._base is not None:
+            return ""  # Nothing would prevent the removal of the base until the import is resumed.
         with contextlib.suppress(GatewayError):
             return self._receiver.get_resume_token(self._snapshot)
         return ""

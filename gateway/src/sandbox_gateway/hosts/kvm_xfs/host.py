@@ -20,6 +20,7 @@ from sandbox_gateway.hosts.base import (
     Abilities,
     Endpoint,
     GuestMount,
+    ImportBase,
     ImportTarget,
     Load,
     Log,
@@ -345,7 +346,14 @@ class KvmXfsHost:
     def memory_problem(self, snapshot: Snapshot) -> str:
         return self._memory_roots.memory_problem(snapshot)
 
-    async def open_snapshot(self, snapshot: Snapshot, *, memory: bool, resume_token: str = "") -> SnapshotSource:
+    async def find_export_bases(self, snapshot: Snapshot) -> Mapping[str, int]:
+        """Return {}, because files with the images of virtual machines are always whole."""
+        return {}
+
+    async def open_snapshot(
+        self, snapshot: Snapshot, *, memory: bool, base_id: str = "", resume_token: str = ""
+    ) -> SnapshotSource:
+        assert not base_id
         if resume_token:
             raise Unsupported(
                 "this host cannot export the rest of a snapshot: export the snapshot without a resume token"
@@ -364,8 +372,18 @@ class KvmXfsHost:
     def check_encoding(self, encoding: StreamEncoding) -> None:
         pass
 
+    async def find_import_bases(self, guid: int, origin_id: str) -> Sequence[str]:
+        """Return [], because files with the images of virtual machines are always whole."""
+        return []
+
     async def begin_import(
-        self, snapshot: Snapshot, sizes: Mapping[SnapshotPart, int], *, line: bool, authentic: bool = False
+        self,
+        snapshot: Snapshot,
+        sizes: Mapping[SnapshotPart, int],
+        *,
+        line: bool,
+        authentic: bool = False,
+        base: ImportBase | None = None,
     ) -> ImportTarget:
         if snapshot.memory is not MemoryMode.NONE and (
             memory_directory := await asyncio.to_thread(self._memory_roots.find_capture_directory)

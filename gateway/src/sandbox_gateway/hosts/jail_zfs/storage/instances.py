@@ -107,10 +107,12 @@ class InstanceStorage:
         return self.tree.is_retired(dataset)
 
     def belongs_to_no_sandbox(self, dataset: str) -> bool:
-        """Return whether a dataset is retired, or waits for its removal, for example because it is still in use.
+        """Return whether a dataset is retired or a template's, or waits for its removal, for example while it is used.
 
         A clone that a request is creating has no record either, but requests pin the snapshots that they clone.
         """
+        if dataset.startswith(f"{self._root.dataset}/{TEMPLATE_PREFIX}"):
+            return True
         if not dataset.startswith(self._root.build_child_name(SANDBOXES, "")):
             return self.is_retired(dataset)
         return RECORD_PROPERTY not in zfs_core.local_props(dataset)

@@ -53,6 +53,11 @@ class SnapshotNames:
         with self._root.index_lock:
             return set(self._names.values())
 
+    def find_ids(self) -> dict[str, str]:
+        """Return the ids of all snapshots by their full names."""
+        with self._root.index_lock:
+            return {name: snapshot_id for snapshot_id, name in self._names.items()}
+
     def find(self, snapshot_id: str) -> str:
         """Return the current full name of a snapshot, ``dataset@snapshot``. Raises NotFound."""
         with self._root.index_lock:

@@ -9,8 +9,8 @@ import zfs_core
 from zfs_core.process import TRANSFER_TIMEOUT_SECONDS
 from zfs_core.stream_format import BeginRecord, peek_begin_record
 
-from sandbox_gateway.errors import Invalid, NotFound, Unsupported
-from sandbox_gateway.hosts.base import StreamEncoding
+from sandbox_gateway.errors import BackendFailed, Invalid, NotFound, Unsupported
+from sandbox_gateway.hosts.base import ImportBase, StreamEncoding
 from sandbox_gateway.hosts.jail_zfs.storage.property_store import PropertyStore
 from sandbox_gateway.hosts.jail_zfs.storage.root import (
     IMPORT_PREFIX,
@@ -37,17 +37,60 @@ class SnapshotStreams:
         self._snapshots = snapshots
 
     @translate_errors
-    def measure(self, snapshot_id: str) -> int:
-        """Return the number of bytes that the snapshot's files use in the pool."""
-        return measure(self._names, snapshot_id)
+    def find_export_bases(self, snapshot_id: str) -> dict[str, int]:
+        """Return the guids of the snapshots since which this one can be sent, by id. The nearest is first.
+
+        These are the earlier snapshots in its dataset, and the snapshot from which the dataset was cloned. Only OpenZFS
+        can send what has changed since an older ancestor. Raises NotFound.
+        """
+        # No dataset must be renamed before the ids are looked up.
+        with self._root.tree_locked():
+            return self._names.call_with_name(snapshot_id, self._find_export_bases)
+
+    def _find_export_bases(self, name: str) -> dict[str, int]:
+        dataset = name.partition("@")[0]
+        origin = zfs_core.get_props([dataset], ["origin"])[dataset]["origin"].value
+        snapshots = zfs_core.list_snapshots(dataset)
+        if name not in snapshots:
+            raise zfs_core.exceptions.SnapshotNotFound(name)
+        candidates = [*reversed(snapshots[: snapshots.index(name)]), origin]
+        ids = self._names.find_ids()
+        bases = {candidate: ids[candidate] for candidate in candidates if candidate in ids}
+        facts = zfs_core.get_props([*bases], ["guid"]) if bases else {}
+        return {id: facts[base]["guid"].number for base, id in bases.items()}
 
     @translate_errors
-    def send(self, snapshot_id: str, file: int, resume_token: str = "") -> StreamEncoding:
+    def find_by_guid(self, guid: int) -> list[str]:
+        """Return the ids of the snapshots with this guid, which a snapshot keeps when it is sent and received."""
+        with self._root.tree_locked():
+            facts = zfs_core.get_tree(self._root.dataset, ["guid"])
+            ids = self._names.find_ids()
+        return [ids[name] for name, props in facts.items() if name in ids and props["guid"].number == guid]
+
+    @translate_errors
+    def measure(self, snapshot_id: str, *, base_id: str = "") -> int:
+        """Return the number of bytes that the snapshot's files use in the pool.
+
+        ``base_id``: return at most the number of bytes that differ from this base.
+        """
+        size = measure(self._names, snapshot_id)
+        return min(size, self._names.call_with_name(snapshot_id, _measure_dataset)) if base_id else size
+
+    @translate_errors
+    def send(self, snapshot_id: str, file: int, *, base_id: str = "", resume_token: str = "") -> StreamEncoding:
         """Write a stream that contains the whole snapshot, without properties, to the descriptor ``file``.
 
-        ``resume_token``: write only the rest, after what another host has received.
+        ``base_id``: write only what differs from this snapshot. ``resume_token``: write only the rest, after what
+        another host has received.
         """
-        return send(self._names, snapshot_id, file, resume_token)
+        if resume_token:
+            return self._names.call_with_name(snapshot_id, lambda name: _send_rest(name, file, resume_token))
+        if base_id:
+            return self._names.call_with_name(
+                snapshot_id,
+                lambda name: self._names.call_with_name(base_id, lambda base: _send(name, file, base=base)),
+            )
+        return send(self._names, snapshot_id, file)
 
     def _build_full_name(self, record: Snapshot) -> str:
         """Return the full name, ``dataset@snapshot``, that a received snapshot gets."""
@@ -56,14 +99,21 @@ class SnapshotStreams:
         return f"{self._root.build_child_name(RETIRED, record.id)}@{record.id}"
 
     @translate_errors
-    def receive(self, record: Snapshot, file: int) -> None:
+    def receive(self, record: Snapshot, file: int, *, base: ImportBase | None = None) -> None:
         """Create a snapshot from the stream at the current position of ``file``, and set ``record.host``.
 
-        The dataset gets its final name last. The next scan removes a dataset that was not renamed.
+        ``base``: the snapshot that the stream needs. The dataset becomes a clone of it. The dataset gets its final name
+        last. The next scan removes a dataset that was not renamed.
         """
-        check_stream(peek_begin_record(file))
+        check_stream(peek_begin_record(file), base=base)
+        name = self._build_partial_snapshot_name(record)
         try:
-            zfs_core.lzc_receive(self._build_partial_snapshot_name(record), file)
+            if base is None:
+                zfs_core.lzc_receive(name, file)
+            else:
+                if not zfs_core.detect_capabilities().receive_options:
+                    _mark_as_clone(file)
+                self._names.call_with_name(base.id, lambda origin: zfs_core.lzc_receive(name, file, origin=origin))
             self.complete(record)
         except BaseException:
             with suppress(zfs_core.exceptions.ZFSError):
@@ -71,13 +121,19 @@ class SnapshotStreams:
             raise
 
     @translate_errors
-    def receive_part(self, record: Snapshot, file: int, size: int) -> None:
+    def receive_part(self, record: Snapshot, file: int, size: int, *, base: ImportBase | None = None) -> None:
         """Receive a stream of ``size`` bytes, or its rest, from a pipe. If the pipe ends early, keeps what arrived.
 
-        Call ``complete`` afterwards. The next scan removes what was received before that.
+        ``base``: see ``receive``. Call ``complete`` afterwards. The next scan removes what was received before that.
         """
         seconds = max(TRANSFER_TIMEOUT_SECONDS, size / _MIN_BYTES_PER_SECOND)
-        zfs_core.lzc_receive_resumable(self._build_partial_snapshot_name(record), file, seconds=seconds)
+        name = self._build_partial_snapshot_name(record)
+        if base is None:
+            zfs_core.lzc_receive_resumable(name, file, seconds=seconds)
+            return
+        self._names.call_with_name(
+            base.id, lambda origin: zfs_core.lzc_receive_resumable(name, file, origin=origin, seconds=seconds)
+        )
 
     @translate_errors
     def get_resume_token(self, record: Snapshot) -> str:
@@ -92,6 +148,7 @@ class SnapshotStreams:
         dataset, _, short_name = full_name.partition("@")
         partial_dataset = self._build_partial_name(record)
         partial_name, name = f"{partial_dataset}@{short_name}", f"{dataset}@{short_name}"
+        self._check_origin(partial_dataset)
         try:
             for prop, value in UNMOUNTED_PROPERTIES.items():
                 zfs_core.lzc_set_prop(partial_dataset, prop, value)
@@ -104,6 +161,18 @@ class SnapshotStreams:
         with self._root.index_lock:
             self._names.add({record.id: name})
             self._records.note_multipart_name(name)
+
+    def _check_origin(self, dataset: str) -> None:
+        """Raise BackendFailed if a received dataset is a clone of a snapshot that does not belong to this gateway.
+
+        zfs-fuse looks for a snapshot with the right guid itself, at first near the new dataset.
+        """
+        origin = zfs_core.get_props([dataset], ["origin"])[dataset]["origin"].value
+        if origin != "-" and not origin.startswith(f"{self._root.dataset}/"):
+            raise BackendFailed(
+                f"ZFS has received the snapshot as a clone of {origin}, which does not belong to this gateway: remove "
+                "or move that snapshot, and import the file again"
+            )
 
     @translate_errors
     def discard(self, record: Snapshot) -> None:
@@ -136,24 +205,23 @@ def measure(names: SnapshotNames, snapshot_id: str) -> int:
     )
 
 
-def send(names: SnapshotNames, snapshot_id: str, file: int, resume_token: str = "") -> StreamEncoding:
-    """Write a stream that contains a whole snapshot, without properties, to ``file``.
-
-    ``resume_token``: write only the rest, after what another host has received. Raises NotFound, Invalid, Unsupported
-    and ZFSError.
-    """
-    if resume_token:
-        return names.call_with_name(snapshot_id, lambda name: _send_rest(name, file, resume_token))
-    return names.call_with_name(snapshot_id, lambda name: _send_whole(name, file))
+def _measure_dataset(name: str) -> int:
+    """Return the number of bytes that were written to a snapshot's dataset since it was created or cloned."""
+    return zfs_core.used_bytes(name.partition("@")[0])
 
 
-def _send_whole(name: str, file: int) -> StreamEncoding:
+def send(names: SnapshotNames, snapshot_id: str, file: int) -> StreamEncoding:
+    """Write a stream that contains a whole snapshot, without properties, to ``file``. Raises NotFound and ZFSError."""
+    return names.call_with_name(snapshot_id, lambda name: _send(name, file))
+
+
+def _send(name: str, file: int, *, base: str | None = None) -> StreamEncoding:
     if not zfs_core.detect_capabilities().send_options:
-        zfs_core.lzc_send(name, None, file)
+        zfs_core.lzc_send(name, base, file)
         return StreamEncoding.PLAIN
     is_encrypted = zfs_core.get_props([name], ["encryption"])[name]["encryption"].value not in ("off", "-")
     encoding = StreamEncoding.RAW if is_encrypted else StreamEncoding.COMPRESSED
-    zfs_core.lzc_send(name, None, file, [_FLAGS[encoding]])
+    zfs_core.lzc_send(name, base, file, [_FLAGS[encoding]])
     return encoding
 
 
@@ -206,17 +274,29 @@ def destroy_partial_dataset(dataset: str) -> None:
         zfs_core.lzc_destroy(dataset, unmounted=True)
 
 
-def check_stream(record: BeginRecord | None, *, is_resuming: bool = False) -> None:
+def _mark_as_clone(file: int) -> None:
+    try:
+        zfs_core.mark_as_clone(file)
+    except ValueError as error:
+        raise Invalid(f"the ZFS stream in the snapshot file is damaged: {error}. Export the snapshot again") from None
+
+
+def check_stream(record: BeginRecord | None, *, is_resuming: bool = False, base: ImportBase | None = None) -> None:
     """Raise Invalid unless the stream contains exactly one complete snapshot of a file system.
 
     ``record``: the beginning of the stream. ``is_resuming``: the stream must contain the rest of such a snapshot.
+    ``base``: the stream must contain what differs from this one.
     """
     if record is None:
         problem = "does not begin with the header of a ZFS stream"
     elif record.is_package:
         problem = "is a package of several snapshots"
-    elif record.is_incremental or record.is_clone or record.is_resuming != is_resuming:
+    elif base is None and (record.is_incremental or record.is_clone):
         problem = "needs another snapshot"
+    elif base is not None and record.from_guid != base.guid:
+        problem = "does not need the snapshot that the file names"
+    elif record.is_resuming != is_resuming:
+        problem = "needs another snapshot" if record.is_resuming else "is not the rest of a snapshot"
     elif not record.is_filesystem:
         problem = "does not contain a file system"
     else:

@@ -41,9 +41,9 @@ class VolumeStreams:
         return measure(self._names, snapshot_id)
 
     @translate_errors
-    def send(self, snapshot_id: str, file: int, resume_token: str = "") -> StreamEncoding:
+    def send(self, snapshot_id: str, file: int) -> StreamEncoding:
         """Write a stream that contains the whole snapshot, without properties, to the descriptor ``file``."""
-        return send(self._names, snapshot_id, file, resume_token)
+        return send(self._names, snapshot_id, file)
 
     @translate_errors
     def receive(self, record: Volume, file: int) -> None:
