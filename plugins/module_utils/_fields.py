@@ -33,6 +33,7 @@ _OTHER_FIELDS = {
     "cold_start": "coldStart",
     "env": "envVars",
     "expires_in": "expiresIn",
+    "export_since": "since",
     "from_snapshot": "fromSnapshot",
     "size_mb": "sizeMB",
     "snapshot": "snapshotID",

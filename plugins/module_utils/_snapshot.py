@@ -79,6 +79,7 @@ ARGUMENTS: dict[str, Any] = {
     },
     "prewarm": {"type": "int"},
     "export_to": {"type": "path"},
+    "export_since": {"type": "str"},
     "import_from": {"type": "path"},
     "push_to": {"type": "str"},
     "pull_from": {"type": "str"},
@@ -89,6 +90,7 @@ ARGUMENTS: dict[str, Any] = {
 }
 _TRANSFER_OPTIONS = ("export_to", "import_from", "push_to", "pull_from")
 RULES: dict[str, Any] = {
+    "required_by": {"export_since": ("export_to",)},
     "required_if": [("state", "present", ("sandbox", "export_to", "import_from", "push_to", "pull_from"), True)],
     "mutually_exclusive": [
         ("import_from", "pull_from"),
@@ -119,6 +121,7 @@ class DesiredState:
     when_changed: bool = False
     when_unused: bool = False
     export_to: str = ""
+    export_since: str = ""
     import_from: str = ""
     push_to: str = ""
     pull_from: str = ""
@@ -130,7 +133,8 @@ class CurrentState:
     """The state of the gateway that a plan needs.
 
     ``resources`` maps the requested names to snapshots. ``sandboxes`` is keyed by ref, ``heads`` and ``users`` by
-    snapshot id. ``file``: the file of an export or import, if it exists. ``artifact``: likewise for a push or pull.
+    snapshot id. ``base``: the snapshot or template ``export_since``, if it exists. ``file``: the file of an export or
+    import, if it exists. ``artifact``: likewise for a push or pull.
     """
 
     resources: Mapping[str, Mapping[str, Any]]
@@ -138,6 +142,7 @@ class CurrentState:
     heads: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     taken_names: Mapping[str, str] = field(default_factory=dict)
     users: Mapping[str, Users] = field(default_factory=dict)
+    base: Mapping[str, Any] | None = None
     file: SnapshotFile | None = None
     artifact: Artifact | None = None
     transfer_failure: Failure | None = None
@@ -177,6 +182,7 @@ def parse_desired_state(params: Mapping[str, Any]) -> DesiredState:
         when_changed=bool(params.get("when_changed")),
         when_unused=bool(params.get("when_unused")),
         export_to=params.get("export_to") or "",
+        export_since=params.get("export_since") or "",
         import_from=params.get("import_from") or "",
         push_to=params.get("push_to") or "",
         pull_from=params.get("pull_from") or "",
@@ -225,6 +231,7 @@ def observe(client: Client, want: DesiredState) -> CurrentState:
     file, artifact, transfer_failure = None, None, None
     if path := want.export_to or want.import_from:
         file, transfer_failure = observe_file(client, path, has_volume=False)
+    base = client.find(f"/snapshots/{quote_segment(want.export_since)}") if want.export_since else None
     reference = want.push_to or want.pull_from
     if reference and transfer_failure is None:
         try:
@@ -252,6 +259,7 @@ def observe(client: Client, want: DesiredState) -> CurrentState:
         sandboxes,
         heads,
         taken_names,
+        base=make_snapshot_shape(base) if base else None,
         file=file,
         artifact=artifact,
         transfer_failure=transfer_failure,
@@ -379,12 +387,34 @@ def _plan_export(
         return []
     _require_no_volumes(name, current_view, "a file", "export that one")
     _require_transferable(have)
-    if current_shape is not None and have.file is not None and _is_exported(current_shape, have.file):
+    if current_shape is not None and have.file is not None and _is_exported(want, have, current_shape, have.file):
         return _plan_private_file(want, have.file, name, current_view)
+    if want.export_since:
+        _require_base(want, have)
     after = {**current_view, "exported_to": want.export_to}
+    if want.export_since:
+        after["exported_since"] = want.export_since
     overwritten_id = have.file.snapshot_id if have.file is not None else ""
     request = {"name": name, "file": want.export_to, "overwrites": overwritten_id}
+    if want.export_since:
+        request["since"] = want.export_since
     return [Action("export", (Change(name, current_view, after, SNAPSHOT),), request)]
+
+
+def _require_base(want: DesiredState, have: CurrentState) -> None:
+    """Raise Failure if nothing can be exported since ``export_since``. Only the gateway knows which bases fit."""
+    if have.base is None:
+        raise Failure(
+            f"snapshot {want.export_since!r} not found: set export_since to an earlier snapshot or a template of this "
+            "gateway, or omit it",
+            "not_found",
+        )
+    if have.base["backend"] != "jail_zfs":
+        raise Failure(
+            "only jail hosts can export what has changed since another snapshot; files with the images of virtual "
+            "machines are always whole: omit export_since, or use push_to, which sends only new chunks",
+            "unsupported",
+        )
 
 
 def _plan_push(
@@ -454,10 +484,24 @@ def _plan_private_file(
     return [Action("protect", (Change(name, before, after, SNAPSHOT),), {"name": name, "file": want.export_to})]
 
 
-def _is_exported(snapshot: Mapping[str, Any], file: SnapshotFile) -> bool:
+def _is_exported(want: DesiredState, have: CurrentState, snapshot: Mapping[str, Any], file: SnapshotFile) -> bool:
     """Return whether the file contains what an export would write. `sandboxctl` can export without the memory."""
     has_memory = snapshot["memory"] != "none"
-    return file.is_complete and file.snapshot_id == snapshot["id"] and file.has_memory == has_memory
+    return (
+        file.is_complete
+        and file.snapshot_id == snapshot["id"]
+        and file.has_memory == has_memory
+        and _needs_same_base(want, have, file)
+    )
+
+
+def _needs_same_base(want: DesiredState, have: CurrentState, file: SnapshotFile) -> bool:
+    """Return whether the file was exported since ``export_since``, which may have been removed afterwards."""
+    if not want.export_since:
+        return not file.base_refs
+    if have.base is not None:
+        return have.base["id"] in file.base_refs[:1]
+    return want.export_since in file.base_refs
 
 
 def _plan_import(want: DesiredState, have: CurrentState, name: str) -> Action:
@@ -621,7 +665,8 @@ def apply(action: Action, client: Client) -> dict[str, Failure]:
         with removal_explained("sandbox", request["ref"], request["sandbox"]):
             client.post(f"/sandboxes/{quote_segment(request['sandbox'])}/snapshots", dict(request["body"]))
     elif action.verb == "export":
-        export_to_file(client, f"/snapshots/{quote_segment(request['name'])}", request["file"])
+        path = f"/snapshots/{quote_segment(request['name'])}"
+        export_to_file(client, path, request["file"], request.get("since", ""))
     elif action.verb == "protect":
         protect_file(client, request["file"])
     elif action.verb == "import":

@@ -17,7 +17,7 @@ import os
 import stat
 import struct
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
@@ -59,6 +59,12 @@ class SnapshotFile:
     @property
     def snapshot_id(self) -> str:
         return str(self.manifest.get("snapshot_id", ""))
+
+    @property
+    def base_refs(self) -> tuple[str, ...]:
+        """The id and the names, in the gateway that exported it, of the snapshot that the file needs, if any."""
+        base = self.manifest.get("base") or {}
+        return (str(base["snapshot_id"]), *map(str, base.get("names") or ())) if base else ()
 
     @property
     def has_volume(self) -> bool:
@@ -164,14 +170,20 @@ def require_writable_file(client: Client, path: str) -> None:
         _require_writable_directory(path)
 
 
-def export_to_file(client: Client, resource_path: str, path: str) -> None:
-    """Write the snapshot at the API's ``resource_path`` to a file. Plan sessions write no files. Raises Failure."""
+def export_to_file(client: Client, resource_path: str, path: str, since: str = "") -> None:
+    """Write the snapshot at the API's ``resource_path`` to a file. Plan sessions write no files. Raises Failure.
+
+    ``since``: write only what differs from this snapshot. A plan session finds out whether that is possible.
+    """
+    query = {"since": since} if since else {}
     if not client.is_planning:
         with new_file_opened(path) as file:
-            _download(client, f"{resource_path}/export", file)
+            _download(client, f"{resource_path}/export", file, query)
+    elif since:
+        client.call("GET", f"{resource_path}/export", query=query)
 
 
-def _download(client: Client, resource_path: str, file: NewFile) -> None:
+def _download(client: Client, resource_path: str, file: NewFile, query: Mapping[str, str]) -> None:
     """Download a file, or the rest of the one that an interrupted export has left behind. Raises Failure."""
 
     def discard_unless_partial(status: int) -> None:
@@ -182,14 +194,20 @@ def _download(client: Client, resource_path: str, file: NewFile) -> None:
         digest, seconds = file.compute_digest(), file.size / _SKIPPED_BYTES_PER_SECOND
         try:
             client.download(
-                resource_path, file.write, discard_unless_partial, timeout=seconds, offset=file.size, digest=digest
+                resource_path,
+                file.write,
+                discard_unless_partial,
+                timeout=seconds,
+                offset=file.size,
+                digest=digest,
+                **query,
             )
             return
         except Failure as failure:
             if failure.kind != "conflict":
                 raise
             file.empty()  # It is the beginning of a different file.
-    client.download(resource_path, file.write)
+    client.download(resource_path, file.write, **query)
 
 
 def import_from_file(client: Client, resource_path: str, path: str, **query: Any) -> None:
@@ -260,6 +278,9 @@ def _read(path: str, file: BinaryIO) -> SnapshotFile:
         is_valid = kind == b"H" and len(contents) == length and isinstance(manifest["snapshot_id"], str)
         is_valid = is_valid and all(isinstance(sizes[key], int) for key in size_keys)
         is_valid = is_valid and all(isinstance(part["data_bytes"], int) for part in manifest["parts"])
+        base = manifest.get("base")
+        is_valid = is_valid and (base is None or isinstance(base["snapshot_id"], str))
+        is_valid = is_valid and (base is None or isinstance(base.get("names", []), list))
     except (ValueError, RecursionError, KeyError, TypeError):
         is_valid = False
     if not is_valid:

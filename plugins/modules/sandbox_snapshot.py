@@ -103,6 +103,16 @@ options:
       - If the connection to the gateway is lost, run the task again. It continues where the export ended.
       - A snapshot with O(volumes) cannot be exported.
     type: path
+  export_since:
+    description:
+      - Name or id of a snapshot or template of the same gateway. The file of O(export_to) then contains only what
+        differs from it. Another gateway can import the file only after it has imported this snapshot or template, from
+        a file or as a part of one with O(export_since).
+      - It must be the template or snapshot from which the sandbox was forked, or to which it was last rolled back, or
+        an earlier snapshot that was taken since then.
+      - A file that contains the snapshot, but not since this one, is replaced.
+      - Only jail hosts support this. On hosts of virtual machines, use O(push_to), which sends only new data.
+    type: str
   import_from:
     description:
       - Path of a file on the host where the module runs, to create the snapshot from. If the snapshot exists
@@ -217,6 +227,13 @@ EXAMPLES = r"""
   grove.sandbox.sandbox_snapshot:
     name: before-upgrade
     export_to: /srv/before-upgrade.snapshot
+
+- name: Write only what has changed since yesterday's snapshot, on a jail host
+  grove.sandbox.sandbox_snapshot:
+    name: tuesday
+    sandbox: web
+    export_to: /srv/tuesday.snapshot
+    export_since: monday
 
 - name: Create a snapshot from a file that another gateway has written
   grove.sandbox.sandbox_snapshot:

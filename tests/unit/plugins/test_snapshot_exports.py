@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,8 @@ from ansible_collections.grove.sandbox.plugins.module_utils._failure import Fail
 from ansible_collections.grove.sandbox.plugins.module_utils._plan import Action
 from ansible_collections.grove.sandbox.plugins.module_utils._snapshot_files import read_snapshot_file
 
-from tests.unit.engine.test_snapshot_files import CHUNKS, FILE, make_file, make_manifest_fields
+from sandbox_gateway.engine.transfer.container import MAGIC
+from tests.unit.engine.test_snapshot_files import CHUNKS, FILE, JAIL_FIELDS, make_file, make_manifest_fields
 
 FILE_WITHOUT_MEMORY = make_file(CHUNKS[:4], platform=None, line=False, parts=make_manifest_fields()["parts"][:3])[0]
 
@@ -27,8 +29,19 @@ def write_file(path: Path, contents: bytes, mode: int = 0o600) -> None:
     path.chmod(mode)
 
 
-def plan_export(path: Path, *, memory: str = "full") -> tuple[Action, ...]:
-    """Return the planned actions to export the snapshot in FILE, whose memory mode is ``memory``, to ``path``."""
+BASE = {"id": "ba9876543210", "backend": "jail_zfs"}
+BASE_FIELDS = {"guid": 5, "snapshot_id": BASE["id"], "names": ["monday"]}
+JAIL_FILE = make_file([(0, 0, b"stream".ljust(4096))], **JAIL_FIELDS)[0]
+INCREMENTAL_FILE = make_file([(0, 0, b"stream".ljust(4096))], **JAIL_FIELDS, base=BASE_FIELDS)[0]
+
+
+def plan_export(
+    path: Path, *, memory: str = "full", since: str = "", base: dict[str, Any] | None = None
+) -> tuple[Action, ...]:
+    """Return the planned actions to export the snapshot in FILE, whose memory mode is ``memory``, to ``path``.
+
+    ``since``: the option ``export_since``. ``base``: the snapshot with this name or id.
+    """
     snapshot: dict[str, Any] = {
         "id": "0123456789ab",
         "name": "golden",
@@ -41,10 +54,11 @@ def plan_export(path: Path, *, memory: str = "full") -> tuple[Action, ...]:
         "memory": memory,
     }
     options = {name: option.get("default") for name, option in _snapshot.ARGUMENTS.items()}
-    parse_desired_state = _snapshot.parse_desired_state({**options, "name": ["golden"], "export_to": str(path)})
-    current_state = _snapshot.CurrentState({"golden": snapshot}, file=read_snapshot_file(str(path)))
-    plan = _snapshot.plan(parse_desired_state, current_state)
-    assert not plan.failures
+    options |= {"name": ["golden"], "export_to": str(path), "export_since": since}
+    current_state = _snapshot.CurrentState({"golden": snapshot}, base=base, file=read_snapshot_file(str(path)))
+    plan = _snapshot.plan(_snapshot.parse_desired_state(options), current_state)
+    for failure in plan.failures.values():
+        raise failure
     return tuple(plan.actions)
 
 
@@ -84,3 +98,51 @@ def test_the_permissions_of_a_file_behind_a_planted_link_do_not_change(path: Pat
     with pytest.raises(Failure, match="cannot be written"):
         _snapshot.apply(action, Client("unix:///nowhere"))
     assert victim.stat().st_mode & 0o777 == 0o644
+
+
+@pytest.mark.parametrize(
+    ("contents", "since", "base", "verbs"),
+    [
+        (INCREMENTAL_FILE, "monday", BASE, []),
+        (INCREMENTAL_FILE, "monday", {**BASE, "id": "0a9876543210"}, ["export"]),
+        (INCREMENTAL_FILE, "", None, ["export"]),
+        (JAIL_FILE, "monday", BASE, ["export"]),
+        (JAIL_FILE, "", None, []),
+        (INCREMENTAL_FILE, "monday", None, []),
+        (INCREMENTAL_FILE, "ba9876543210", None, []),
+    ],
+    ids=[
+        "the same base",
+        "another base with its name",
+        "whole instead of incremental",
+        "incremental instead of whole",
+        "whole",
+        "the base was removed",
+        "the base was removed, by id",
+    ],
+)
+def test_an_incremental_file_counts_as_exported_if_its_base_is_the_same(
+    path: Path, contents: bytes, since: str, base: dict[str, Any] | None, verbs: list[str]
+) -> None:
+    write_file(path, contents)
+    actions = plan_export(path, memory="none", since=since, base=base)
+    assert [action.verb for action in actions] == verbs
+    assert all(action.request.get("since", "") == since for action in actions)
+
+
+def test_an_export_since_a_snapshot_that_cannot_be_used_is_refused_before_the_first_change(path: Path) -> None:
+    with pytest.raises(Failure, match="snapshot 'monday' not found: set export_since") as refusal:
+        plan_export(path, since="monday")
+    assert refusal.value.kind == "not_found"
+    with pytest.raises(Failure, match="omit export_since, or use push_to") as refusal:
+        plan_export(path, since="monday", base={**BASE, "backend": "kvm_xfs"})
+    assert refusal.value.kind == "unsupported"
+
+
+@pytest.mark.parametrize("base", ["monday", [], {}, {"snapshot_id": 5}, {"snapshot_id": "ba9876543210", "names": "x"}])
+def test_a_file_whose_base_is_malformed_is_damaged(path: Path, base: Any) -> None:
+    fields = json.dumps({**make_manifest_fields(), "base": base}).encode()
+    contents = FILE[: len(MAGIC) + 2] + b"H" + (96 + len(fields)).to_bytes(4, "big") + bytes(96) + fields
+    write_file(path, contents)
+    with pytest.raises(Failure, match="is damaged"):
+        read_snapshot_file(str(path))
