@@ -158,3 +158,11 @@ def test_a_volume_is_exported_and_imported(run: Run, memory_gateway: MemoryGatew
     assert refusal.code == 2 and "sandboxctl volume snapshot data --name NAME" in refusal.err
     refusal = run("snapshot", "import", str(file), "--name", "snapshot")
     assert refusal.code != 0 and "sandboxctl volume import" in refusal.err
+
+
+def test_a_host_of_virtual_machines_exports_only_whole_snapshots(
+    run: Run, taken_snapshot: None, tmp_path: Path
+) -> None:
+    refusal = run("snapshot", "export", "taken", str(tmp_path / "file"), "--since", "base")
+    assert refusal.code != 0 and "only jail hosts can export what has changed" in refusal.err
+    assert not [*tmp_path.iterdir()]

@@ -6,6 +6,6 @@
 * registries: ``artifacts`` pushes and pulls snapshots. ``artifact_format`` defines it in an OCI registry, which
   contains the same manifest; ``registry_client`` sends the requests, and ``kept_blobs`` keeps what has arrived of a
   pull that ended early.
-* both: ``signing`` signs manifests and checks signatures. ``bases`` finds local snapshots that probably share data with
-  one that arrives.
+* both: ``signing`` signs manifests and checks signatures. ``bases`` finds local snapshots that share data with one
+  that is exported or arrives.
 """

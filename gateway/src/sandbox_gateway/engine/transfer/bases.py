@@ -87,10 +87,19 @@ class Bases:
             + (f"use one of these: {names}" if names else "there is none, so omit 'since'")
         )
 
-    async def find_import_base(self, manifest_base: Base) -> ImportBase:
-        """Return the local snapshot that a file needs. Raises NotFound."""
+    async def find_import_base(self, manifest_base: Base, snapshot: Snapshot) -> ImportBase:
+        """Return the local snapshot that a file needs. Raises NotFound.
+
+        ``snapshot``: the record of the imported snapshot. If an interrupted import continues, it has a parent, and the
+        base must be the same.
+        """
         ids = await self._host.find_import_bases(manifest_base.guid, manifest_base.snapshot_id)
-        bases = [each for id in ids if (each := self._index.snapshots.get(id)) is not None and not each.is_hidden]
+        bases = [
+            each
+            for id in ids
+            if (each := self._index.snapshots.get(id)) is not None and not each.is_hidden
+            if snapshot.parent in ("", id)
+        ]
         if not bases:
             name = _describe(manifest_base.snapshot_id, manifest_base.names)
             raise NotFound(

@@ -357,7 +357,7 @@ class Transfers:
         if manifest.base is None:
             yield None
             return
-        base = await self.bases.find_import_base(manifest.base)
+        base = await self.bases.find_import_base(manifest.base, snapshot)
         parent = self._index.get_snapshot(base.id)
         async with self._collector.pinned_then_collected(parent):
             set_lineage(snapshot, parent)

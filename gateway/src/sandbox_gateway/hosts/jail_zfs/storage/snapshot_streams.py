@@ -165,7 +165,7 @@ class SnapshotStreams:
     def _check_origin(self, dataset: str) -> None:
         """Raise BackendFailed if a received dataset is a clone of a snapshot that does not belong to this gateway.
 
-        zfs-fuse looks for a snapshot with the right guid itself, at first near the new dataset.
+        zfs-fuse itself chooses one of the snapshots in the pool that have the right guid.
         """
         origin = zfs_core.get_props([dataset], ["origin"])[dataset]["origin"].value
         if origin != "-" and not origin.startswith(f"{self._root.dataset}/"):
