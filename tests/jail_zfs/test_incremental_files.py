@@ -248,10 +248,11 @@ def test_a_snapshot_outside_the_gateways_root_is_never_a_base(
         # Even if the gateway believed that the base exists, ZFS must not use the other one.
         streams, tuesday_id = runner.engine.host._storage.streams, runner.engine.snapshots.get("tuesday").id  # type: ignore[attr-defined]
         monkeypatch.setattr(streams, "find_by_guid", lambda guid: [tuesday_id])
-        monkeypatch.setattr(streams._names, "find", lambda id: f"{outside}@copy")
+        find = streams._names.find
+        monkeypatch.setattr(streams._names, "find", lambda id: f"{outside}@copy" if id == tuesday_id else find(id))
         with pytest.raises(BackendFailed, match=problem):
             import_snapshot(runner, file, "copy")
-        assert list_objects(runner) == before
+        assert list_objects(runner) == before and get_guid(f"{outside}@copy") == base.guid
     finally:
         monkeypatch.undo()
         pools.destroy_all(outside)
