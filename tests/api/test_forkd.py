@@ -111,7 +111,7 @@ def test_all_calls_of_the_published_client_succeed(client: forkd.Controller) -> 
 
 @pytest.mark.parametrize("mode", [each for each in MemoryMode if each is not MemoryMode.NONE])
 def test_incremental_captures_report_their_size(mode: MemoryMode) -> None:
-    info = shapes.describe_snapshot(Snapshot(memory=mode, memory_bytes_written=4096), {"dir": "/memory"})
+    info = shapes.describe_snapshot(Snapshot(memory=mode, memory_bytes_written=4096), "cp", {"dir": "/memory"})
     assert info.diff_physical_bytes == (None if mode is MemoryMode.FULL else 4096)
 
 
@@ -133,7 +133,6 @@ def test_a_branch_returns_its_snapshot(memory_gateway: MemoryGateway, api: httpx
     spawn_sandboxes(api, "cp_1")
     details = api.get("/v1/snapshots/cp_1/info").json()
     assert details["memory_logical_bytes"] == 256 << 20 and details["memory_physical_bytes"] == 4096
-    assert details["chain_depth"] == 0 and details["ancestors"] == details["dependents"] == []
     assert details["sandboxes"] == [each["id"] for each in api.get("/v1/sandboxes").json() if each["id"] != sandbox_id]
 
 
@@ -389,11 +388,87 @@ def test_a_snapshot_in_use_is_removed_only_with_force(api: httpx.Client, sandbox
     create_branch(api, sandbox_id, tag="cp")
 
 
-def test_compact_is_refused(api: httpx.Client, sandbox_id: str) -> None:
+def get_chain(api: httpx.Client, tag: str) -> tuple[Any, ...]:
+    """Return what a snapshot's details say about its chain."""
+    details = api.get(f"/v1/snapshots/{tag}/info").json()
+    assert details["tag"] == tag
+    return details["chain_depth"], details.get("parent_tag"), details["ancestors"], details["dependents"]
+
+
+def test_chains_are_the_lineage(api: httpx.Client, sandbox_id: str) -> None:
+    create_branch(api, sandbox_id, tag="one")
+    create_branch(api, sandbox_id, tag="two")
+    (child,) = spawn_sandboxes(api, "two")
+    create_branch(api, child["id"], tag="left")
+    create_branch(api, sandbox_id, tag="right")
+    assert get_chain(api, "base") == (0, None, [], ["one"])
+    assert get_chain(api, "one") == (1, "base", ["base"], ["two"])
+    assert get_chain(api, "two") == (2, "one", ["base", "one"], ["left", "right"])
+    assert get_chain(api, "left") == (3, "two", ["base", "one", "two"], [])
+    api.delete("/v1/snapshots/one").raise_for_status()
+    api.delete("/v1/snapshots/two?force=true").raise_for_status()
+    assert get_chain(api, "left") == (1, "base", ["base"], []), "neither removed nor hidden snapshots are listed"
+    assert get_chain(api, "base") == (0, None, [], ["left", "right"])
+
+
+def test_compact_adds_a_tag(api: httpx.Client, sandbox_id: str) -> None:
+    branch = create_branch(api, sandbox_id, tag="cp")
+    response = api.post("/v1/snapshots/cp/compact", json={"to": "flat"})
+    assert response.status_code == 201 and response.json() == {**branch, "tag": "flat"}
+    assert api.get(f"/snapshots/{branch['id']}").json()["names"] == ["cp", "flat"]
+    assert [each["tag"] for each in api.get("/v1/snapshots").json()] == ["base", "cp", "flat"]
+    assert get_chain(api, "flat") == get_chain(api, "cp") == (1, "base", ["base"], [])
+    (user,) = spawn_sandboxes(api, "flat")
+    assert api.delete("/v1/snapshots/cp").status_code == 204, "the snapshot is in use, but its tag is not"
+    assert list_tags(api) == {"base", "flat"}
+    assert "not found" in check_refusal(api.get("/v1/snapshots/cp/info"), 404)
+    assert user["id"] in check_refusal(api.delete("/v1/snapshots/flat"), 409), "this is its last tag"
+    assert api.post("/v1/snapshots/flat/compact", json={"to": "cp"}).status_code == 201, "the old tag is free"
+    assert user["id"] in check_refusal(api.delete(f"/v1/snapshots/{branch['id']}"), 409), "an id stands for all tags"
+    api.delete(f"/v1/snapshots/{branch['id']}?force=true").raise_for_status()
+    assert list_tags(api) == {"base"}
+    assert "not found" in check_refusal(api.post("/v1/snapshots/flat/compact", json={"to": "new"}), 404)
+
+
+def test_compact_adds_a_tag_to_a_template(api: httpx.Client, tmp_path: Path) -> None:
+    api.post("/v1/snapshots", json={"tag": "py", "rootfs": str(tmp_path)}).raise_for_status()
+    (user,) = spawn_sandboxes(api, "py")
+    assert api.post("/v1/snapshots/py/compact", json={"to": "flat"}).json()["tag"] == "flat"
+    api.post("/templates/tags", json={"target": "flat", "tags": ["v1"]}).raise_for_status()
+    assert api.get("/templates/flat").json()["names"] == ["py", "flat", "flat:v1"]
+    assert api.delete("/v1/snapshots/py").status_code == 204
+    assert api.get("/templates/flat").json()["names"] == ["flat", "flat:v1"]
+    assert user["id"] in check_refusal(api.delete("/v1/snapshots/flat"), 409)
+    assert api.delete("/v1/snapshots/flat?force=true").status_code == 204
+
+
+def test_compact_refuses_used_and_invalid_tags(api: httpx.Client, sandbox_id: str) -> None:
     create_branch(api, sandbox_id, tag="cp")
-    assert "already complete" in check_refusal(api.post("/v1/snapshots/cp/compact", json={"to": "flat"}), 400)
+    for tag in ("cp", "base", sandbox_id):
+        assert f"the name is already in use: '{tag}'" in check_refusal(
+            api.post("/v1/snapshots/cp/compact", json={"to": tag}), 409
+        )
+    for tag in ("a b", "_x", "v1.0", ""):
+        assert "1 to 64" in check_refusal(api.post("/v1/snapshots/cp/compact", json={"to": tag}), 400)
+    assert "to: " in check_refusal(api.post("/v1/snapshots/cp/compact", json={}), 400)
+    assert list_tags(api) == {"base", "cp"}
     assert "not found" in check_refusal(api.post("/v1/snapshots/gone/compact", json={"to": "flat"}), 404)
-    assert "1 to 64" in check_refusal(api.post("/v1/snapshots/cp/compact", json={"to": "a b"}), 400)
+
+
+def test_two_tags_deleted_at_once_are_both_gone(memory_gateway: MemoryGateway, api: httpx.Client) -> None:
+    create_branch(api, spawn_sandboxes(api)[0]["id"], tag="cp")
+    api.post("/v1/snapshots/cp/compact", json={"to": "flat"}).raise_for_status()
+
+    def try_delete(tag: str) -> int:
+        with memory_gateway.client(ADMIN_KEY) as client:
+            return client.delete(f"/v1/snapshots/{tag}").status_code
+
+    with ThreadPoolExecutor() as pool:
+        assert [*pool.map(try_delete, ("cp", "flat"))] == [204, 204]
+    assert memory_gateway.engine.snapshots.list() == []
+
+
+def test_missing_objects_are_not_found(api: httpx.Client) -> None:
     for route in ("/v1/snapshots/gone/info", "/v1/sandboxes/gone"):
         assert "not found" in check_refusal(api.get(route), 404)
 

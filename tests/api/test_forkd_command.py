@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import json
 import os
 import signal
@@ -19,7 +20,9 @@ import forkd
 import httpx
 import pytest
 
-from tests.api.memory_gateway import ADMIN_KEY, READ_KEY, MemoryGateway
+from tests.api.memory_gateway import ADMIN_KEY, EXEC_KEY, READ_KEY, MemoryGateway
+from tests.api.memory_host import MemorySource
+from tests.api.test_transfers import make_foreign_file
 from tests.support import forkd_command, session
 from tests.support.waiting import wait_until
 
@@ -91,6 +94,19 @@ def send_and_receive(target: str, request: bytes, *, half_close: bool = True) ->
 
 
 @contextlib.contextmanager
+def served(handler: type[BaseHTTPRequestHandler]) -> Iterator[str]:
+    """Run a server with this handler, and yield its URL."""
+    with HTTPServer(("127.0.0.1", 0), handler) as server:
+        thread = threading.Thread(target=server.serve_forever, daemon=True)
+        thread.start()
+        try:
+            yield f"http://127.0.0.1:{server.server_port}"
+        finally:
+            server.shutdown()
+            thread.join()
+
+
+@contextlib.contextmanager
 def other_server() -> Iterator[str]:
     """Run a server that responds to every request with an empty object."""
 
@@ -104,14 +120,8 @@ def other_server() -> Iterator[str]:
         def log_message(self, *_: object) -> None:
             pass
 
-    with HTTPServer(("127.0.0.1", 0), Handler) as server:
-        thread = threading.Thread(target=server.serve_forever, daemon=True)
-        thread.start()
-        try:
-            yield f"http://127.0.0.1:{server.server_port}"
-        finally:
-            server.shutdown()
-            thread.join()
+    with served(Handler) as url:
+        yield url
 
 
 def test_the_published_client_spawns_and_kills_a_sandbox(api: httpx.Client, target: str) -> None:
@@ -224,24 +234,199 @@ def test_startup_errors_are_reported(
     with other_server() as url:
         monkeypatch.setenv("FORKD_URL", url)
         assert "is not a gateway" in read_error(*fork_args)
+        assert "is not a gateway" in read_error("snapshot-compact", "--from", "a", "--to", "b")
     monkeypatch.setenv("FORKD_URL", "ftp://gateway")
     assert "not a valid gateway address" in read_error(*fork_args)
     assert list_sandboxes(api) == []
 
 
-@pytest.mark.parametrize(
-    ("arguments", "remedy"),
-    [
-        (["pack", "base", "--out", "file"], "use `sandboxctl snapshot export`"),
-        (["unpack", "file", "--tag", "base"], "use `sandboxctl snapshot import`"),
-        (["compact", "base", "--to", "flat"], "every snapshot is complete"),
-    ],
-)
-def test_commands_about_files_and_chains_are_refused(
-    read_error: Callable[..., str], arguments: list[str], remedy: str
+@pytest.fixture
+def run_main(read_error: object, capsys: pytest.CaptureFixture[str]) -> Callable[..., str]:
+    """A function that runs the command in this process, and returns its output."""
+    from sandbox_gateway_forkd.command import main
+
+    def run(*args: str) -> str:
+        code = main(args)
+        output = capsys.readouterr()
+        assert code == 0, output.err
+        return output.out + output.err
+
+    return run
+
+
+@pytest.fixture
+def tag(api: httpx.Client) -> str:
+    """The tag of a snapshot."""
+    (sandbox,) = api.post("/v1/sandboxes", json={"snapshot_tag": "base"}).json()
+    return str(api.post(f"/v1/sandboxes/{sandbox['id']}/branch", json={"tag": "py_1"}).raise_for_status().json()["tag"])
+
+
+def list_tags(api: httpx.Client) -> list[str]:
+    return [each["tag"] for each in api.get("/v1/snapshots").json()]
+
+
+@pytest.mark.parametrize("uses_socket", [False, True], ids=["tcp", "unix"])
+def test_a_snapshot_is_packed_and_unpacked(
+    memory_gateway: MemoryGateway,
+    api: httpx.Client,
+    tag: str,
+    run_main: Callable[..., str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    uses_socket: bool,
 ) -> None:
-    message = read_error(*arguments)
-    assert f"forkd: {arguments[0]} is not supported, because " in message and remedy in message
+    if uses_socket:
+        monkeypatch.setenv("FORKD_URL", memory_gateway.unix_url)
+        monkeypatch.delenv("FORKD_TOKEN")
+    directory = tmp_path / "files"
+    directory.mkdir()
+    monkeypatch.chdir(directory)
+    assert run_main("pack", "--tag", tag) == "py-1.forkd-snapshot.tar.zst\n", "the name that forkd chooses"
+    file = directory / "py-1.forkd-snapshot.tar.zst"
+    assert file.stat().st_mode & 0o777 == 0o600 and [*directory.iterdir()] == [file]
+    contents = file.read_bytes()
+    assert run_main("unpack", str(file), "--tag", "copy") == "copy\n"
+    assert list_tags(api) == ["base", tag, "copy"]
+    api.post("/v1/sandboxes", json={"snapshot_tag": "copy"}).raise_for_status()
+    file.write_bytes(b"old")
+    run_main("pack", "--tag", tag, "-o", str(file))
+    assert len(file.read_bytes()) == len(contents) and [*directory.iterdir()] == [file], "like forkd's, it replaces"
+    api.delete(f"/v1/snapshots/{tag}").raise_for_status()
+    assert run_main("unpack", str(file)) == f"{tag}\n", "the name in the file"
+
+
+def test_an_unpacked_snapshot_without_memory_says_why(
+    memory_gateway: MemoryGateway,
+    tag: str,
+    run_main: Callable[..., str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    run_main("pack", "--tag", tag, "--out", str(tmp_path / "file"))
+    monkeypatch.setattr(memory_gateway.host, "import_problem", "it was captured elsewhere")
+    output = run_main("unpack", str(tmp_path / "file"), "--tag", "copy")
+    assert output == "copy\nforkd: the memory was omitted: it was captured elsewhere\n"
+
+
+def test_files_of_other_gateways_need_trust(
+    api: httpx.Client, run_main: Callable[..., str], read_error: Callable[..., str], tmp_path: Path
+) -> None:
+    contents, fingerprint = make_foreign_file()
+    file = tmp_path / "file"
+    file.write_bytes(contents)
+    assert f"'trust: {fingerprint}' (with the option --trust)" in read_error("unpack", str(file), "--tag", "copy")
+    assert list_tags(api) == ["base"]
+    run_main("unpack", str(file), "--tag", "copy", "--trust", "0" * 64, "--trust", fingerprint)
+    assert list_tags(api) == ["base", "copy"]
+    file.write_bytes(contents[:-1])
+    assert "is incomplete" in read_error("unpack", str(file), "--tag", "more", "--trust", fingerprint)
+    file.write_bytes(b"no file" * (1 << 20))
+    assert "not a snapshot file" in read_error("unpack", str(file)), "the gateway refuses it before it has all of it"
+    assert list_tags(api) == ["base", "copy"]
+
+
+def test_packs_and_options_of_forkd_itself_are_refused(
+    api: httpx.Client, tag: str, read_error: Callable[..., str], tmp_path: Path
+) -> None:
+    file = tmp_path / "py.forkd-snapshot.tar.zst"
+    file.write_bytes(b"\x28\xb5\x2f\xfd" + b"\0" * 100)
+    assert "like the packs of forkd itself" in read_error("unpack", str(file), "--tag", "copy")
+    pack_arguments = ("pack", "--tag", tag, "--out", str(tmp_path / "file"))
+    assert "--description is not supported, because" in read_error(*pack_arguments, "--description", "x")
+    assert "--base-image is not supported, because" in read_error(*pack_arguments, "--base-image", "python:3.12")
+    assert "choose a different --tag" in read_error("unpack", str(file), "--force")
+    assert [*tmp_path.glob("*file*")] == [] and list_tags(api) == ["base", tag]
+
+
+def test_a_pack_that_fails_leaves_no_file(
+    memory_gateway: MemoryGateway,
+    tag: str,
+    run_main: Callable[..., str],
+    read_error: Callable[..., str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    directory = tmp_path / "files"
+    directory.mkdir()
+    file, partial_file = directory / "file", directory / ".file.partial"
+    file.write_bytes(b"old")
+    assert "'gone' not found" in read_error("pack", "--tag", "gone", "--out", str(file))
+    assert "is a directory" in read_error("pack", "--tag", tag, "--out", str(directory))
+    assert "check the path" in read_error("pack", "--tag", tag, "--out", str(directory / "missing" / "file"))
+    assert "check the path" in read_error("unpack", str(directory / "missing"))
+    monkeypatch.setenv("FORKD_TOKEN", EXEC_KEY)
+    assert "needs a key with scope admin" in read_error("pack", "--tag", tag, "--out", str(file))
+    monkeypatch.setenv("FORKD_TOKEN", ADMIN_KEY)
+    read = MemorySource.read
+
+    def fail(source: MemorySource, *arguments: Any) -> Any:
+        raise OSError("the disk is broken")
+
+    monkeypatch.setattr(MemorySource, "read", fail)
+    assert "try again" in read_error("pack", "--tag", tag, "--out", str(file))
+    monkeypatch.setattr(MemorySource, "read", read)
+    partial_file.symlink_to(tmp_path / "other")
+    assert "check the path" in read_error("pack", "--tag", tag, "--out", str(file))
+    partial_file.unlink()
+    with partial_file.open("w") as other_output:
+        fcntl.flock(other_output, fcntl.LOCK_EX)
+        assert "another `forkd pack` is writing" in read_error("pack", "--tag", tag, "--out", str(file))
+    assert file.read_bytes() == b"old"
+    # A pack that was killed left this file.
+    partial_file.write_bytes(b"x" * 1_000_000)
+    run_main("pack", "--tag", tag, "--out", str(file))
+    assert [*directory.iterdir()] == [file]
+    run_main("unpack", str(file), "--tag", "copy")
+
+
+def test_a_stopped_pack_leaves_no_file(tag: str, target: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    directory, started, stopped = tmp_path / "files", threading.Event(), threading.Event()
+    directory.mkdir()
+    read = MemorySource.read
+
+    def wait(source: MemorySource, *arguments: Any) -> Any:
+        started.set()
+        stopped.wait(_TIMEOUT_SECONDS)
+        return read(source, *arguments)
+
+    monkeypatch.setattr(MemorySource, "read", wait)
+    argv = ["forkd", "pack", "--tag", tag, "--out", str(directory / "file")]
+    with subprocess.Popen(argv, stderr=subprocess.PIPE, text=True) as process:
+        assert started.wait(_TIMEOUT_SECONDS)
+        process.terminate()
+        _, errors = process.communicate(timeout=_TIMEOUT_SECONDS)
+        stopped.set()
+    assert process.returncode == 1 and "stopped by a signal" in errors and [*directory.iterdir()] == []
+
+
+def test_a_truncated_response_leaves_no_file(
+    target: str, read_error: Callable[..., str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A proxy that speaks HTTP/1.0 sends no length, so that a lost connection looks like the end."""
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.send_response(200)
+            self.end_headers()
+            self.wfile.write(b"x" * 1000)
+
+        def log_message(self, *_: object) -> None:
+            pass
+
+    with served(Handler) as url:
+        monkeypatch.setenv("FORKD_URL", url)
+        file = tmp_path / "file"
+        assert "before all of" in read_error("pack", "--tag", "py", "--out", str(file))
+        assert not [*tmp_path.glob("*file*"), *tmp_path.glob(".*")]
+
+
+def test_compact_adds_a_tag(
+    api: httpx.Client, tag: str, run_main: Callable[..., str], read_error: Callable[..., str]
+) -> None:
+    assert run_main("snapshot-compact", "--from", tag, "--to", "flat") == "flat\n"
+    assert list_tags(api) == ["base", tag, "flat"]
+    assert "already in use" in read_error("snapshot-compact", "--from", tag, "--to", "flat")
+    assert "not found" in read_error("snapshot-compact", "--from", "gone", "--to", "new")
 
 
 def test_the_remote_option_allows_all_addresses(api: httpx.Client, start_command: StartCommand, target: str) -> None:

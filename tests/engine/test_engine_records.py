@@ -94,6 +94,11 @@ async def _create_snapshot_in_use(engine: Engine) -> None:
     await engine.forks.create("mark", ForkSpec(names=["user"]))
 
 
+async def _name_snapshot_twice(engine: Engine) -> None:
+    await engine.snapshots.create("box", name="mark")
+    await engine.snapshots.add_name("mark", "flat")
+
+
 async def _mount_volume(engine: Engine) -> None:
     await engine.volumes.create("data", 64)
     await engine.volumes.create("more", 64)
@@ -117,6 +122,8 @@ OPERATIONS: dict[str, tuple[Operation, Operation]] = {
     "resume": (lambda engine: engine.sandboxes.pause("box"), lambda engine: engine.sandboxes.resume("box")),
     "rollback": (_create_snapshot_in_use, lambda engine: engine.sandboxes.rollback("box", "mark")),
     "hide_snapshot": (_create_snapshot_in_use, lambda engine: engine.snapshots.delete("mark", when_unused=True)),
+    "add_name": (_create_snapshot_in_use, lambda engine: engine.snapshots.add_name("mark", "flat")),
+    "remove_name": (_name_snapshot_twice, lambda engine: engine.snapshots.remove_name("flat")),
     "add_names": (_do_nothing, lambda engine: engine.templates.add_names("base", ["alias"])),
     "attach": (_mount_volume, lambda engine: engine.attachments.attach("box", MountSpec("more", "/more"))),
     "detach": (_mount_volume, lambda engine: engine.attachments.detach("box", "data")),

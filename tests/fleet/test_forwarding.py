@@ -38,7 +38,6 @@ _BODIES: dict[tuple[str, str], dict[str, Any]] = {
     ("POST", "/sandboxes/{ref}/clone"): {"count": 2},
     ("POST", "/v1/sandboxes/{ref}/exec"): {"args": ["write", "a", "b"]},
     ("POST", "/v1/sandboxes/{ref}/eval"): {"code": "1 + 1"},
-    ("POST", "/v1/snapshots/{ref}/compact"): {"to": "x"},
     ("POST", "/snapshots/{ref}/prewarm"): {"count": 0},
     ("PATCH", "/volumes/{ref}"): {"sizeMB": 2048},
     ("POST", "/volumes/{ref}/rollback"): {"snapshot": "mark", "force": True},
@@ -48,7 +47,6 @@ _REFUSED = {
     ("POST", "/sandboxes/{ref}/promote"),
     ("POST", "/sandboxes/{ref}/volumes"),
     ("POST", "/v2/templates/{ref}/builds/{build}"),
-    ("POST", "/v1/snapshots/{ref}/compact"),
 }
 """Routes that the object's own gateway refuses for these objects."""
 
@@ -88,6 +86,8 @@ class Objects:
             return {"name": self.names["template"], "tags": ["tag"]}
         if route == ("PUT", "/templates/{ref}/alias"):
             return {"alias": f"alias-{self.names['template']}"}
+        if route == ("POST", "/v1/snapshots/{ref}/compact"):
+            return {"to": f"flat-{self.names['snapshot']}"}
         if route == ("POST", "/sandboxes/{ref}/rollback"):
             return {"snapshotID": self.names["snapshot"]}
         if route == ("POST", "/sandboxes/{ref}/volumes"):

@@ -104,6 +104,14 @@ def test_members_trust_what_another_member_has_pushed(hosts: Pair, reference: st
         assert transfer["status"] == "ready", transfer
         copy = one.get(f"/snapshots/{transfer['snapshotID']}")
         assert copy["names"] == snapshot["names"] and copy["imported"]["signer"] == signers["h2"]
+        # forkd's tags stand for all copies.
+        flat = f"flat-{snapshot['snapshotID']}"
+        assert client.post(f"/v1/snapshots/{copy['names'][0]}/compact", json={"to": flat}).status_code == 201
+        for host, id in ((one, copy["snapshotID"]), (two, snapshot["snapshotID"])):
+            assert host.get(f"/snapshots/{id}")["names"] == [*snapshot["names"], flat]
+        assert client.delete(f"/v1/snapshots/{flat}").status_code == 204
+        for host, id in ((one, copy["snapshotID"]), (two, snapshot["snapshotID"])):
+            assert host.get(f"/snapshots/{id}")["names"] == snapshot["names"]
     assert one.get("/fleet")["conflicts"] == two.get("/fleet")["conflicts"] == []
 
 

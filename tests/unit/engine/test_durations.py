@@ -115,6 +115,8 @@ _CALLS: list[tuple[str, str, str, _Call]] = [
     ("Sandboxes.resume", "sandbox.resume", "none", lambda e: e.sandboxes.resume("c")),
     ("Sandboxes.expire", "sandbox.expire", "", lambda e: e.sandboxes.expire("c")),
     ("Sandboxes.delete", "sandbox.delete", "", lambda e: e.sandboxes.delete("c")),
+    ("Snapshots.add_name", "snapshot.name", "", lambda e: e.snapshots.add_name("d", "d2")),
+    ("Snapshots.remove_name", "snapshot.name", "", lambda e: e.snapshots.remove_name("d2")),
     ("Snapshots.delete", "snapshot.delete", "", lambda e: e.snapshots.delete("d", when_unused=True)),
     ("Volumes.create", "volume.create", "", lambda e: e.volumes.create("v")),
     ("Volumes.grow", "volume.grow", "", lambda e: e.volumes.grow("v", 2048)),

@@ -29,7 +29,8 @@ class _Host(MemoryHost):
 
 async def test_concurrent_aliases_of_one_template_are_all_kept(tmp_path: Path) -> None:
     async with opened_engine(tmp_path, _Host()) as engine:
-        await asyncio.gather(*(engine.templates.add_names("t", [name]) for name in ("x", "y", "z")))
+        aliases = [engine.templates.add_names("t", [name]) for name in ("x", "y")]
+        await asyncio.gather(*aliases, engine.snapshots.add_name("t", "z"))
         (template,) = engine.templates.list()
         assert sorted(template.names) == ["t", "x", "y", "z"]
         assert {engine.templates.get(name).id for name in template.names} == {template.id}

@@ -63,6 +63,25 @@ def walk_nodes(index: Index, root: str | None = None) -> Iterator[dict[str, Any]
         stack += [(child, id, depth + 1) for child in reversed(children.get(id, ()))]
 
 
+def list_ancestors(index: Index, snapshot: Snapshot) -> list[Snapshot]:
+    """Return the snapshots and templates from which a snapshot descends, its root first. Skips hidden ones."""
+    ancestors: list[Snapshot] = []
+    seen_ids = {snapshot.id}
+    # Damaged records may form a cycle.
+    while (id := _find_parent(snapshot, index.snapshots)) and id not in seen_ids:
+        seen_ids.add(id)
+        snapshot = index.snapshots[id]
+        if not snapshot.is_hidden:
+            ancestors.insert(0, snapshot)
+    return ancestors
+
+
+def list_children(index: Index, snapshot: Snapshot) -> list[Snapshot]:
+    """Return the visible snapshots whose nearest visible ancestor is ``snapshot``, oldest first."""
+    others = index.walk_snapshots([SnapshotKind.SNAPSHOT, SnapshotKind.TEMPLATE])
+    return [each for each in others if [ancestor.id for ancestor in list_ancestors(index, each)[-1:]] == [snapshot.id]]
+
+
 def _read_records(index: Index) -> dict[str, Sandbox | Snapshot]:
     """Return the records by id: all snapshots, then all sandboxes, each oldest first."""
     snapshots = index.walk_snapshots(SnapshotKind, include_hidden=True)

@@ -5,12 +5,12 @@ Changes are applied to individual fields of the current record, so that concurre
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
 from typing import Any
 
 from sandbox_gateway.engine.context import Context
-from sandbox_gateway.records import AnyRecord, Sandbox, Snapshot
+from sandbox_gateway.records import TAG_SEPARATOR, AnyRecord, Sandbox, Snapshot, SnapshotKind, now
 from sandbox_gateway.tasks import finish_despite_cancellation
 
 Fields = Mapping[str, Any]
@@ -35,6 +35,23 @@ async def save_snapshot(
     """Commit ``changes`` to a snapshot's record, like ``save_sandbox``."""
     return await finish_despite_cancellation(
         _save_snapshot(context, id, required_values or {}, changes, counts_as_change)
+    )
+
+
+async def save_names(context: Context, snapshot: Snapshot, names: Sequence[str]) -> Snapshot:
+    """Replace all names of a snapshot or template, with and without tags.
+
+    The caller holds ``Snapshots.naming_lock`` and has reserved the new names.
+    """
+    time = now()
+    is_template = snapshot.kind is SnapshotKind.TEMPLATE
+    return await save_snapshot(
+        context,
+        snapshot.id,
+        names=[name for name in names if TAG_SEPARATOR not in name],
+        tagged_names=[name for name in names if TAG_SEPARATOR in name],
+        named_at={name: snapshot.named_at.get(name, time) for name in names} if is_template else {},
+        updated_at=time,
     )
 
 

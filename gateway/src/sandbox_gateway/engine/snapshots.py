@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from datetime import timedelta
@@ -12,12 +13,12 @@ from sandbox_gateway.engine.collector import Collector
 from sandbox_gateway.engine.context import Context
 from sandbox_gateway.engine.creation_order import Key
 from sandbox_gateway.engine.durations import measured
-from sandbox_gateway.engine.lineage import Trees, build_trees, walk_nodes
+from sandbox_gateway.engine.lineage import Trees, build_trees, list_ancestors, list_children, walk_nodes
 from sandbox_gateway.engine.locking import Locking
 from sandbox_gateway.engine.name_claims import NameClaim
 from sandbox_gateway.engine.names import require_valid_name
 from sandbox_gateway.engine.prewarm import PrewarmPool
-from sandbox_gateway.engine.record_changes import save_sandbox, save_snapshot
+from sandbox_gateway.engine.record_changes import save_names, save_sandbox, save_snapshot
 from sandbox_gateway.engine.references import References
 from sandbox_gateway.engine.removal import Removal
 from sandbox_gateway.errors import Invalid
@@ -45,6 +46,8 @@ class Snapshots:
         self._removal = removal
         self._captures = captures
         self._prewarm = prewarm
+        self.naming_lock = asyncio.Lock()
+        """Held while the names of existing snapshots and templates change."""
 
     def get(self, ref: str) -> Snapshot:
         """Find a snapshot or template by id or name."""
@@ -77,6 +80,14 @@ class Snapshots:
     def walk_lineage(self, root: str | None = None) -> Iterator[dict[str, Any]]:
         """Yield the nodes of the lineage trees, parents before children, each with its parent's id and its depth."""
         return walk_nodes(self._index, root)
+
+    def list_ancestors(self, ref: str) -> Sequence[Snapshot]:
+        """Return the visible snapshots and templates from which a snapshot descends, its root first."""
+        return list_ancestors(self._index, self.get(ref))
+
+    def list_children(self, ref: str) -> Sequence[Snapshot]:
+        """Return the visible snapshots that descend directly from a snapshot or template, oldest first."""
+        return list_children(self._index, self.get(ref))
 
     def get_file_paths(self, ref: str) -> dict[str, str]:
         """Return a snapshot's paths on the host: ``dir``, and, if they exist, ``memory`` and ``vmstate``."""
@@ -152,3 +163,26 @@ class Snapshots:
         # Its last user may have been removed while the record was saved, and another retention rule may now apply.
         await self._collector.collect()
         return snapshot.id not in self._index.snapshots
+
+    @measured("snapshot.name")
+    async def add_name(self, ref: str, name: str) -> Snapshot:
+        """Give a snapshot or template another name. Raises NameTaken if an object already has it."""
+        require_valid_name(name)
+        async with self.naming_lock:
+            snapshot = self.get(ref)
+            with self._index.reserved([name]):
+                async with self._context.name_claims.held([NameClaim(snapshot, [name])]):
+                    return await save_names(self._context, snapshot, [*snapshot.all_names, name])
+
+    @measured("snapshot.name")
+    async def remove_name(self, ref: str) -> bool:
+        """Remove the name ``ref`` from a snapshot or template that has another name without a tag.
+
+        Returns False, without a change, if ``ref`` is its id or its last name.
+        """
+        async with self.naming_lock:
+            snapshot = self.get(ref)
+            if ref not in snapshot.names or len(snapshot.names) == 1:
+                return False
+            await save_names(self._context, snapshot, [name for name in snapshot.all_names if name != ref])
+            return True

@@ -16,14 +16,14 @@ from sandbox_gateway.engine.image_steps import needs_programs
 from sandbox_gateway.engine.name_claims import NameClaim
 from sandbox_gateway.engine.names import remove_default_tag, require_valid_template_name, split_tag
 from sandbox_gateway.engine.prewarm import PrewarmPool
-from sandbox_gateway.engine.record_changes import save_snapshot
+from sandbox_gateway.engine.record_changes import save_names
 from sandbox_gateway.engine.snapshots import Snapshots
 from sandbox_gateway.engine.template_builder import TemplateBuilder
 from sandbox_gateway.errors import Conflict, GatewayError, Invalid, NameTaken, NotFound
 from sandbox_gateway.image_references import RegistryLogin
 from sandbox_gateway.log import Logger
 from sandbox_gateway.recipes import Recipe, Source
-from sandbox_gateway.records import DEFAULT_TAG, TAG_SEPARATOR, Resources, Snapshot, SnapshotKind, new_id, now
+from sandbox_gateway.records import DEFAULT_TAG, TAG_SEPARATOR, Resources, Snapshot, SnapshotKind, new_id
 from sandbox_gateway.tasks import clean_up, finish_despite_cancellation
 
 log = Logger("templates")
@@ -55,8 +55,6 @@ class Templates:
         self._builds: dict[str, Build] = {}
         self._announced_builds: dict[str, tuple[Build, Sizes]] = {}
         """By build id: the builds whose recipes have not arrived yet, with the sizes that the request named."""
-        self._naming_lock = asyncio.Lock()
-        """Held while a name is moved from one template to another."""
         self._build_slots = asyncio.Semaphore(context.config.limits.builds)
 
     def copy_builds(self, other: Templates) -> None:
@@ -221,7 +219,7 @@ class Templates:
         Raises NameTaken if an object of a different kind has any of the names.
         """
         names = list(dict.fromkeys(map(require_valid_template_name, names)))
-        async with self._naming_lock:
+        async with self._snapshots.naming_lock:
             template = self.get(template_ref)
             new_names = [name for name in names if name not in template.all_names]
             for name in new_names:
@@ -236,10 +234,10 @@ class Templates:
             async with self._context.name_claims.held([NameClaim(template, names)]):
                 try:
                     for each in previous_owners:
-                        await self._set_names(each, [name for name in each.all_names if name not in names])
-                    renamed_template = await self._set_names(template, [*template.all_names, *names])
+                        await save_names(self._context, each, [name for name in each.all_names if name not in names])
+                    renamed_template = await save_names(self._context, template, [*template.all_names, *names])
                 except BaseException:
-                    await clean_up(log, *(self._set_names(each, each.all_names) for each in previous_owners))
+                    await clean_up(log, *(save_names(self._context, each, each.all_names) for each in previous_owners))
                     raise
         await clean_up(log, *(self.remove(each.id) for each in previous_owners if {*each.all_names} <= {*names}))
         return renamed_template
@@ -274,7 +272,7 @@ class Templates:
                 f"the tag {DEFAULT_TAG!r} cannot be removed, because it is the name without a tag: delete the template "
                 "instead, or give the tag to a different build"
             )
-        async with self._naming_lock:
+        async with self._snapshots.naming_lock:
             base_name = self._find_base_name(ref)
             names = {f"{base_name}{TAG_SEPARATOR}{tag}" for tag in tags}
             for name in names:
@@ -284,7 +282,7 @@ class Templates:
     async def _remove_names(self, names: Set[str]) -> None:
         for template in [each for each in self.list() if not names.isdisjoint(each.all_names)]:
             if remaining_names := [name for name in template.all_names if name not in names]:
-                await self._set_names(template, remaining_names)
+                await save_names(self._context, template, remaining_names)
             else:
                 await self.remove(template.id)
 
@@ -340,17 +338,6 @@ class Templates:
         """Remove a template, or hide it until its last user is removed. Does nothing if the template does not exist."""
         with contextlib.suppress(NotFound):
             await self._snapshots.delete(id, when_unused=True)
-
-    async def _set_names(self, template: Snapshot, names: Sequence[str]) -> Snapshot:
-        time = now()
-        return await save_snapshot(
-            self._context,
-            template.id,
-            names=[name for name in names if TAG_SEPARATOR not in name],
-            tagged_names=[name for name in names if TAG_SEPARATOR in name],
-            named_at={name: template.named_at.get(name, time) for name in names},
-            updated_at=time,
-        )
 
     def _find_running_build(self, name: str, digest: str) -> Build | None:
         return next(

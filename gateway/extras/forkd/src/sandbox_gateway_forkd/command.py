@@ -1,4 +1,4 @@
-"""The commands `forkd fork` and `forkd attach`."""
+"""The commands `forkd fork`, `attach`, `pack`, `unpack` and `snapshot-compact`."""
 
 from __future__ import annotations
 
@@ -10,9 +10,10 @@ import signal
 import socket
 import sys
 from collections.abc import Coroutine, Sequence
+from pathlib import Path
 from typing import Any, TypeVar
 
-from sandbox_gateway_forkd import __version__
+from sandbox_gateway_forkd import __version__, files
 from sandbox_gateway_forkd.gateway import DEFAULT_URL, Failure, Gateway
 from sandbox_gateway_forkd.port import DEFAULT_TARGET, Port, bind
 
@@ -29,22 +30,25 @@ _ENVIRONMENT = (
     f"FORKD_URL: the gateway, unix:///path, http:// or https:// (default {DEFAULT_URL}). FORKD_TOKEN: its key. "
     f"FORKD_TARGET: where to listen, HOST:PORT (default {DEFAULT_TARGET}, like forkd's client)."
 )
-_REFUSED_COMMANDS = {
-    "pack": "the gateway has its own file format: use `sandboxctl snapshot export`",
-    "unpack": "the gateway has its own file format: use `sandboxctl snapshot import`",
-    "compact": "every snapshot is complete: create sandboxes from it directly",
+_REFUSED_OPTIONS = {
+    "pack": {
+        "description": "a file has the description that the snapshot has: set it when you create the snapshot",
+        "base_image": "a gateway's snapshot knows its template: omit this option",
+    },
+    "unpack": {
+        "force": "an existing snapshot would have to be removed before its successor exists: choose a different --tag, "
+        "or delete the snapshot first"
+    },
 }
-"""Commands of the original program, and why this one refuses them."""
+"""Options of the original program by command, and why this one refuses them."""
 Result = TypeVar("Result")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     arguments = sys.argv[1:] if argv is None else argv
-    if arguments and arguments[0] in _REFUSED_COMMANDS:
-        print(f"forkd: {arguments[0]} is not supported, because {_REFUSED_COMMANDS[arguments[0]]}", file=sys.stderr)
-        return _EXIT_FAILURE
     options = _build_parser().parse_args(arguments)
     try:
+        _check_options(options)
         asyncio.run(options.run(options))
     except Failure as failure:
         print(f"forkd: {failure}", file=sys.stderr)
@@ -93,7 +97,63 @@ def _build_parser() -> argparse.ArgumentParser:
     )
     attach.add_argument("sandbox", metavar="SANDBOX", help="id or name of the sandbox")
     attach.set_defaults(run=_attach)
+    _add_snapshot_commands(commands)
     return parser
+
+
+def _add_snapshot_commands(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    pack = commands.add_parser(
+        "pack",
+        help="write a snapshot to a file",
+        description="Writes a snapshot or template to a file, with all secrets of its guest. Only you can read the "
+        "file. It has the gateway's own format, which `sandboxctl snapshot import` also reads.",
+        epilog=_ENVIRONMENT,
+    )
+    pack.add_argument("--tag", required=True, help="id or name of the snapshot or template")
+    pack.add_argument(
+        "--out",
+        "-o",
+        type=Path,
+        metavar="FILE",
+        help="file to write or replace (default: TAG.forkd-snapshot.tar.zst in this directory)",
+    )
+    pack.add_argument("--description", help=argparse.SUPPRESS)
+    pack.add_argument("--base-image", help=argparse.SUPPRESS)
+    pack.set_defaults(command="pack", run=_pack)
+    unpack = commands.add_parser(
+        "unpack",
+        help="read a snapshot from a file",
+        description="Reads a snapshot or template from a file that `forkd pack` or `sandboxctl snapshot export` wrote.",
+        epilog=_ENVIRONMENT,
+    )
+    unpack.add_argument("path", type=Path, metavar="FILE")
+    unpack.add_argument("--tag", default="", help="name of the new snapshot (default: the names in the file)")
+    unpack.add_argument(
+        "--trust",
+        action="append",
+        default=[],
+        metavar="FINGERPRINT",
+        help="accept a file that the gateway with this fingerprint has signed; repeatable",
+    )
+    unpack.add_argument("--force", action="store_const", const=True, help=argparse.SUPPRESS)
+    unpack.set_defaults(command="unpack", run=_unpack)
+    compact = commands.add_parser(
+        "snapshot-compact",
+        help="give a snapshot another tag",
+        description="Gives a snapshot or template another tag, at once: every snapshot is complete, so that nothing "
+        "has to be copied.",
+        epilog=_ENVIRONMENT,
+    )
+    compact.add_argument("--from", dest="tag", required=True, metavar="TAG", help="id or name of the snapshot")
+    compact.add_argument("--to", required=True, metavar="TAG", help="the new tag")
+    compact.set_defaults(run=_compact)
+
+
+def _check_options(options: argparse.Namespace) -> None:
+    """Raise Failure for options of the original program that this one cannot honour."""
+    for name, reason in _REFUSED_OPTIONS.get(getattr(options, "command", ""), {}).items():
+        if getattr(options, name) is not None:
+            raise Failure(f"--{name.replace('_', '-')} is not supported, because {reason}")
 
 
 def _parse_count(text: str) -> int:
@@ -188,6 +248,47 @@ async def _attach(options: argparse.Namespace) -> None:
                 await stop.wait()
             finally:
                 server.close()
+
+
+async def _pack(options: argparse.Namespace) -> None:
+    path = options.out or _choose_pack_path(options.tag)
+    async with _open_gateway() as gateway:
+        await _run_until_stopped(files.pack(gateway, options.tag, path))
+    print(path, flush=True)
+
+
+def _choose_pack_path(tag: str) -> Path:
+    """Return the path that the original program chooses."""
+    slug = "".join(letter if letter.isalnum() else "-" for letter in tag).strip("-")
+    return Path(f"{slug}.forkd-snapshot.tar.zst")
+
+
+async def _unpack(options: argparse.Namespace) -> None:
+    async with _open_gateway() as gateway:
+        work = files.unpack(gateway, options.path, options.tag, options.trust)
+        tag, omission_reason = await _run_until_stopped(work)
+    if omission_reason:
+        print(f"forkd: the memory was omitted: {omission_reason}", file=sys.stderr)
+    print(tag, flush=True)
+
+
+async def _compact(options: argparse.Namespace) -> None:
+    async with _open_gateway() as gateway:
+        snapshot = await gateway.compact(options.tag, options.to)
+    print(snapshot, flush=True)
+
+
+async def _run_until_stopped(work: Coroutine[Any, Any, Result]) -> Result:
+    """Return the result of ``work``. Raises Failure, after it has cancelled ``work``, when a signal arrives."""
+    result = await _run_unless_stopped(_create_stop_event(), _wrap(work))
+    if result is None:
+        raise Failure("stopped by a signal before the work was complete: run the command again")
+    return result[0]
+
+
+async def _wrap(work: Coroutine[Any, Any, Result]) -> tuple[Result]:
+    """Return the result of ``work`` in a tuple, which differs from None."""
+    return (await work,)
 
 
 def _create_stop_event() -> asyncio.Event:

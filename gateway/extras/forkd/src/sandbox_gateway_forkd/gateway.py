@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+import contextlib
+import json
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from typing import Any
 from urllib.parse import quote
 
@@ -14,15 +16,22 @@ DEFAULT_URL = "http://127.0.0.1:8889"
 CONNECT_TIMEOUT_SECONDS = 10.0
 CALL_TIMEOUT_SECONDS = 30.0
 SPAWN_TIMEOUT_SECONDS = 600.0
+TRANSFER_TIMEOUT_SECONDS = 3600.0
+"""How long the gateway may stay silent in a transfer. It can prepare or check a whole snapshot meanwhile."""
+_MAX_ERROR_BYTES = 64 << 10
 _MAX_CONCURRENT_REQUESTS = 16
 
 
 class Failure(Exception):
-    """An error to show to the user. ``status``: the HTTP status of the gateway's response, or 0 if there was none."""
+    """An error to show to the user.
 
-    def __init__(self, message: str, status: int = 0) -> None:
+    ``status``: the HTTP status of the gateway's response, or 0 if there was none. ``kind``: the kind of its error.
+    """
+
+    def __init__(self, message: str, status: int = 0, kind: str = "") -> None:
         super().__init__(message)
         self.status = status
+        self.kind = kind
 
 
 class Gateway:
@@ -54,10 +63,46 @@ class Gateway:
         self, method: str, route: str, body: dict[str, Any] | None = None, *, seconds: float = CALL_TIMEOUT_SECONDS
     ) -> Any:
         """Send a request. Returns the JSON of the response; None if it is empty."""
-        timeout = httpx.Timeout(seconds, connect=CONNECT_TIMEOUT_SECONDS, pool=None)
-        try:
-            response = await self._http.request(method, route, json=body, timeout=timeout)
+        with self._errors_explained():
+            response = await self._http.request(method, route, json=body, timeout=_create_timeout(seconds))
             data = response.json() if response.content else None
+        if response.is_success:
+            return data
+        raise _create_failure(response.status_code, data)
+
+    async def download(self, route: str, write: Callable[[bytes], object]) -> None:
+        """Pass the pieces of a response to ``write`` as they arrive."""
+        timeout = _create_timeout(TRANSFER_TIMEOUT_SECONDS)
+        with self._errors_explained():
+            async with self._http.stream("GET", route, timeout=timeout) as response:
+                if response.is_success:
+                    async for piece in response.aiter_raw():
+                        write(piece)
+                    return
+                body = b""
+                async for piece in response.aiter_raw():
+                    if len(body := body + piece) > _MAX_ERROR_BYTES:
+                        break
+        raise _create_failure(response.status_code, _parse(body))
+
+    async def upload(
+        self, route: str, pieces: AsyncIterator[bytes], params: Mapping[str, str | Sequence[str]]
+    ) -> dict[str, Any]:
+        """Send a body that is read while it is sent. Returns the JSON object of the response."""
+        timeout = _create_timeout(TRANSFER_TIMEOUT_SECONDS)
+        with self._errors_explained():
+            response = await self._http.post(route, content=pieces, params=params, timeout=timeout)
+        data = _parse(response.content)
+        if not response.is_success:
+            raise _create_failure(response.status_code, data)
+        if not isinstance(data, dict):
+            raise self._create_wrong_server_failure()
+        return data
+
+    @contextlib.contextmanager
+    def _errors_explained(self) -> Iterator[None]:
+        try:
+            yield
         except httpx.ConnectError as error:
             raise Failure(
                 f"the gateway at {self._url} cannot be reached ({error}): start it, or set FORKD_URL to its address"
@@ -70,9 +115,9 @@ class Gateway:
             raise Failure(
                 f"the request to {self._url} failed ({error}): check that FORKD_URL is a gateway's address"
             ) from None
-        if response.is_success:
-            return data
-        raise Failure(_find_error_message(response.status_code, data), response.status_code)
+
+    def _create_wrong_server_failure(self) -> Failure:
+        return Failure(f"the server at {self._url} is not a gateway: set FORKD_URL to a gateway's address")
 
     async def spawn(self, tag: str, count: int, lease: float) -> list[str]:
         """Create sandboxes that expire after ``lease`` seconds unless the lease is renewed. Returns their ids."""
@@ -83,8 +128,15 @@ class Gateway:
         except (KeyError, TypeError):
             ids = []
         if len(ids) != count:
-            raise Failure(f"the server at {self._url} is not a gateway: set FORKD_URL to a gateway's address")
+            raise self._create_wrong_server_failure()
         return ids
+
+    async def compact(self, snapshot: str, tag: str) -> str:
+        """Give a snapshot another tag. Returns this tag."""
+        data = await self.call("POST", f"/v1/snapshots/{quote(snapshot, safe='')}/compact", {"to": tag})
+        if not isinstance(data, dict) or "tag" not in data:
+            raise self._create_wrong_server_failure()
+        return str(data["tag"])
 
     async def renew_leases(self, sandboxes: Sequence[str], lease: float) -> list[Failure]:
         """Make the sandboxes expire ``lease`` seconds from now. Returns a Failure for each request that failed."""
@@ -111,6 +163,23 @@ class Gateway:
             return None
 
         return [failure for failure in await asyncio.gather(*map(send_request, sandboxes)) if failure]
+
+
+def _create_timeout(seconds: float) -> httpx.Timeout:
+    return httpx.Timeout(seconds, connect=CONNECT_TIMEOUT_SECONDS, pool=None)
+
+
+def _parse(body: bytes) -> Any:
+    """Return the JSON in ``body``, or None if it is none."""
+    try:
+        return json.loads(body)
+    except ValueError:
+        return None
+
+
+def _create_failure(status: int, body: Any) -> Failure:
+    kind = body.get("kind", "") if isinstance(body, dict) else ""
+    return Failure(_find_error_message(status, body), status, str(kind))
 
 
 def _find_error_message(status: int, body: Any) -> str:

@@ -180,7 +180,7 @@ ROUTES: dict[tuple[str, str], RouteClass] = {
     ("POST", "/snapshots/{ref}/prewarm"): AllHolders("snapshot"),
     ("DELETE", "/snapshots/{ref}"): AllHolders("snapshot"),
     ("GET", "/v1/snapshots/{ref}/info"): _SNAPSHOT,
-    ("POST", "/v1/snapshots/{ref}/compact"): _SNAPSHOT,
+    ("POST", "/v1/snapshots/{ref}/compact"): AllHolders("snapshot"),
     ("DELETE", "/v1/snapshots/{ref}"): AllHolders("snapshot"),
     # Templates
     ("GET", "/templates/{ref}"): _TEMPLATE,

@@ -35,7 +35,7 @@ async def show_version() -> shapes.VersionInfo:
 @router.get("/v1/snapshots", response_model_exclude_none=True, summary="List snapshots and templates")
 async def list_snapshots(engine: EngineDep) -> list[shapes.SnapshotInfo]:
     snapshots = engine.snapshots.list([SnapshotKind.SNAPSHOT, SnapshotKind.TEMPLATE])
-    return [_describe_snapshot(engine, snapshot) for snapshot in snapshots]
+    return [_describe_snapshot(engine, snapshot, tag) for snapshot in snapshots for tag in shapes.list_tags(snapshot)]
 
 
 @router.post(
@@ -52,14 +52,16 @@ async def create_snapshot(request: Request, body: shapes.BuildSnapshot, engine: 
         )
     build = await engine.templates.build(body.tag, Recipe(source=Source.ROOTFS, path=body.rootfs))
     await cancel_on_disconnect(request, _wait_for_build(build))
-    return _describe_snapshot(engine, engine.snapshots.get(body.tag))
+    return _describe_snapshot(engine, engine.snapshots.get(body.tag), body.tag)
 
 
-@router.delete("/v1/snapshots/{ref}", status_code=204, summary="Remove a snapshot or template")
+@router.delete(
+    "/v1/snapshots/{ref}", status_code=204, summary="Remove a snapshot or template, or only a tag if it has several"
+)
 async def delete_snapshot(
     ref: TagRef,
     engine: EngineDep,
-    cascade: Annotated[bool, Query(description="Not supported, because no snapshot depends on another")] = False,
+    cascade: Annotated[bool, Query(description="Not supported, because each snapshot is complete")] = False,
     force: Annotated[
         bool, Query(description="Hide the snapshot now, and remove it when the last sandbox made from it is removed")
     ] = False,
@@ -67,27 +69,35 @@ async def delete_snapshot(
     snapshot = engine.snapshots.get(ref)
     if cascade:
         raise Unsupported(
-            "the parameter 'cascade' is not supported, because no snapshot depends on another: delete each snapshot "
-            "separately"
+            "the parameter 'cascade' is not supported, because each snapshot is complete, and its descendants remain "
+            "without it: delete each snapshot separately"
         )
-    await engine.snapshots.delete(snapshot.id, when_unused=force)
+    if not await engine.snapshots.remove_name(ref):
+        await engine.snapshots.delete(snapshot.id, when_unused=force)
 
 
 @router.get("/v1/snapshots/{ref}/info", response_model_exclude_none=True, summary="Show the details of a snapshot")
 async def show_snapshot(ref: TagRef, engine: EngineDep) -> shapes.SnapshotDetail:
     snapshot = engine.snapshots.get(ref)
-    user_ids = [sandbox.id for sandbox in engine.references.find_users(snapshot).blocking_sandboxes]
-    return shapes.describe_snapshot_in_detail(snapshot, engine.snapshots.get_file_paths(snapshot.id), user_ids)
+    return shapes.describe_snapshot_in_detail(
+        snapshot,
+        shapes.choose_tag(snapshot, ref),
+        engine.snapshots.get_file_paths(snapshot.id),
+        ancestors=engine.snapshots.list_ancestors(snapshot.id),
+        children=engine.snapshots.list_children(snapshot.id),
+        sandboxes=[sandbox.id for sandbox in engine.references.find_users(snapshot).blocking_sandboxes],
+    )
 
 
 @router.post(
-    "/v1/snapshots/{ref}/compact", status_code=201, summary="Not supported, because every snapshot is complete"
+    "/v1/snapshots/{ref}/compact",
+    status_code=201,
+    response_model_exclude_none=True,
+    summary="Give a snapshot or template another tag. Nothing is copied, because each snapshot is complete",
 )
 async def compact_snapshot(ref: TagRef, body: shapes.CompactSnapshot, engine: EngineDep) -> shapes.SnapshotInfo:
-    tag = shapes.choose_tag(engine.snapshots.get(ref))
-    raise Unsupported(
-        f"compacting is not supported, because snapshot {tag} is already complete: create sandboxes from it directly"
-    )
+    snapshot = await engine.snapshots.add_name(ref, body.to)
+    return _describe_snapshot(engine, snapshot, body.to)
 
 
 @router.post("/v1/sandboxes", status_code=201, summary="Create n sandboxes from a snapshot or template: all or nothing")
@@ -171,7 +181,7 @@ async def branch(
     _check_mode(body)
     _check_parent(body, sandbox, engine)
     snapshot = await cancel_on_disconnect(request, engine.snapshots.branch(sandbox.id, body.tag))
-    return _describe_snapshot(engine, snapshot)
+    return _describe_snapshot(engine, snapshot, shapes.choose_tag(snapshot))
 
 
 _NO_LIVE_MODE_REASON = "a sandbox is paused for a few milliseconds while it is captured"
@@ -210,8 +220,8 @@ async def _wait_for_build(build: Build) -> None:
         raise BackendFailed(f"the template could not be built: {build.reason}")
 
 
-def _describe_snapshot(engine: Engine, snapshot: Snapshot) -> shapes.SnapshotInfo:
-    return shapes.describe_snapshot(snapshot, engine.snapshots.get_file_paths(snapshot.id))
+def _describe_snapshot(engine: Engine, snapshot: Snapshot, tag: str) -> shapes.SnapshotInfo:
+    return shapes.describe_snapshot(snapshot, tag, engine.snapshots.get_file_paths(snapshot.id))
 
 
 def _describe_sandbox(engine: Engine, sandbox: Sandbox) -> shapes.SandboxInfo:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Annotated, ClassVar, Literal
 
 from pydantic import AfterValidator, BaseModel, Field
@@ -42,7 +42,7 @@ class BuildSnapshot(Body):
 
 
 class CompactSnapshot(Body):
-    to: Tag
+    to: Tag = Field(description="The new tag.")
 
 
 class CreateSandboxes(Body):
@@ -134,9 +134,13 @@ class SnapshotDetail(SnapshotInfo):
     memory_logical_bytes: int
     memory_physical_bytes: int = Field(description="Bytes of memory written for the snapshot.")
     disk_bytes_unique: int
-    chain_depth: Literal[0] = Field(0, description="Always 0: each snapshot is complete.")
-    ancestors: list[str] = Field([], description="Always empty: no snapshot depends on another.")
-    dependents: list[str] = []
+    parent_tag: str | None = Field(None, description="The last of `ancestors`.")
+    chain_depth: int = Field(description="Number of `ancestors`. A start takes equally long at each depth.")
+    ancestors: list[str] = Field(
+        description="Tags of the snapshots, and of the template, from which it descends, oldest first. It does not "
+        "need them."
+    )
+    dependents: list[str] = Field(description="Tags of the snapshots whose parent it is. They do not need it.")
     sandboxes: list[str] = Field(description="Ids of the sandboxes that prevent its deletion.")
 
 
@@ -157,9 +161,15 @@ class Pong(BaseModel):
     numpy_version: None = Field(None, description="Always null: the interpreter is not queried.")
 
 
-def choose_tag(snapshot: Snapshot) -> str:
-    """Return the first of a snapshot's names that is a valid tag, or else its id, which is always valid."""
-    return next((name for name in snapshot.names if _TAG_PATTERN.fullmatch(name)), snapshot.id)
+def list_tags(snapshot: Snapshot) -> list[str]:
+    """Return the names of a snapshot that are valid tags, or else its id, which is always valid."""
+    return [name for name in snapshot.names if _TAG_PATTERN.fullmatch(name)] or [snapshot.id]
+
+
+def choose_tag(snapshot: Snapshot, ref: str = "") -> str:
+    """Return the tag ``ref`` if the snapshot has it, or else the first of its tags."""
+    tags = list_tags(snapshot)
+    return ref if ref in tags else tags[0]
 
 
 def describe_sandbox(sandbox: Sandbox, snapshot_tag: str, address: str) -> SandboxInfo:
@@ -174,9 +184,9 @@ def describe_sandbox(sandbox: Sandbox, snapshot_tag: str, address: str) -> Sandb
     )
 
 
-def describe_snapshot(snapshot: Snapshot, files: dict[str, str]) -> SnapshotInfo:
+def describe_snapshot(snapshot: Snapshot, tag: str, files: dict[str, str]) -> SnapshotInfo:
     info = SnapshotInfo(
-        tag=choose_tag(snapshot),
+        tag=tag,
         id=snapshot.id,
         created_at_unix=int(snapshot.created_at.timestamp()),
         status=snapshot.status.value,
@@ -191,10 +201,23 @@ def describe_snapshot(snapshot: Snapshot, files: dict[str, str]) -> SnapshotInfo
     return info
 
 
-def describe_snapshot_in_detail(snapshot: Snapshot, files: dict[str, str], sandboxes: list[str]) -> SnapshotDetail:
+def describe_snapshot_in_detail(
+    snapshot: Snapshot,
+    tag: str,
+    files: dict[str, str],
+    *,
+    ancestors: Sequence[Snapshot],
+    children: Sequence[Snapshot],
+    sandboxes: list[str],
+) -> SnapshotDetail:
     has_memory = snapshot.memory is not MemoryMode.NONE
+    ancestor_tags = [choose_tag(each) for each in ancestors]
     return SnapshotDetail(
-        **describe_snapshot(snapshot, files).model_dump(),
+        **describe_snapshot(snapshot, tag, files).model_dump(),
+        parent_tag=ancestor_tags[-1] if ancestor_tags else None,
+        chain_depth=len(ancestor_tags),
+        ancestors=ancestor_tags,
+        dependents=[choose_tag(each) for each in children],
         memory_logical_bytes=snapshot.resources.memory_mb * _MIB if has_memory else 0,
         memory_physical_bytes=snapshot.memory_bytes_written,
         disk_bytes_unique=snapshot.disk_bytes_unique,
