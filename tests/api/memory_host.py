@@ -433,7 +433,7 @@ class MemoryHost:
     def guest_digest(self) -> str:
         return "guest"
 
-    def check_recipe(self, recipe: Recipe) -> None:
+    async def check_recipe(self, recipe: Recipe) -> None:
         pass
 
     async def source_digest(self, recipe: Recipe, login: RegistryLogin | None = None) -> str:

@@ -98,4 +98,10 @@ def test_sysctl_reads_and_writes_values(shim: Shim) -> None:
     shim.check_ok("sysctl", "net.inet.ip.forwarding=0")
     assert shim.check_ok("sysctl", "-n", "net.inet.ip.forwarding=1") == "0 -> 1\n"
     shim.expect_failure(1, "sysctl: unknown oid 'no.such'", "sysctl", "-n", "no.such")
+    linux_feature = "kern.features.linux64"
+    assert shim.check_ok("sysctl", "-ie", linux_feature) == ""
+    shim.expect_failure(1, f"sysctl: unknown oid '{linux_feature}'", "sysctl", "-n", linux_feature)
+    shim.check_ok("freebsd-shim", "set", "linux", "1")
+    assert shim.check_ok("sysctl", "-ie", linux_feature) == f"{linux_feature}=1\n"
+    shim.expect_failure(1, f"sysctl: oid '{linux_feature}' is read only", "sysctl", f"{linux_feature}=0")
     shim.expect_failure(1, "sysctl: oid 'kern.ostype' is read only", "sysctl", "kern.ostype=Linux")

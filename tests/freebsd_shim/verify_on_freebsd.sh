@@ -340,6 +340,19 @@ read_memory() {
     printf '%s\n' "$output"
 }
 
+read_linux_feature() {
+    expected=
+    if [ $on_freebsd = yes ] && kldstat -q -m linux64elf; then
+        expected=kern.features.linux64=1
+    fi
+    output=$(ok sysctl -ie kern.features.linux64) || pass_on $? "$output"
+    [ "$output" = "$expected" ] || {
+        echo "expected '$expected', got '$output'"
+        exit 1
+    }
+    printf '%s\n' "$output"
+}
+
 read_boot_id() {
     need_freebsd
     value=$(sysctl -inx kern.boot_id)
@@ -726,6 +739,7 @@ check "zfs rename: keeps properties" rename_keeps_properties
 check "zfs receive -s: resumes" resume_a_receive
 check "sysctl -ie: memory, and unknown names are ignored" read_memory
 check "sysctl -n: the message for an unknown name" unknown_sysctl
+check "sysctl -ie: kern.features.linux64 exists only with linux(4)" read_linux_feature
 check "sysctl -inx kern.boot_id" read_boot_id
 check "ps -o lstart=" read_start_time
 check "ifconfig bridge create, staticarp" create_bridge

@@ -19,7 +19,7 @@ from zfs_core.causes import Cause
 from sandbox_gateway.engine.spec import ForkSpec
 from sandbox_gateway.errors import BackendFailed, Busy, GatewayError, NoSpace, Unsupported
 from sandbox_gateway.hosts.jail_zfs.storage.property_codec import QUARANTINE_PROPERTY, RECORD_PROPERTY
-from sandbox_gateway.recipes import Recipe
+from sandbox_gateway.recipes import Recipe, Source
 from sandbox_gateway.records import Resources, SandboxState
 from tests.jail_zfs import pools
 from tests.support import session
@@ -44,7 +44,7 @@ def runner(make_runner: Callable[..., EngineRunner]) -> EngineRunner:
 @pytest.fixture
 def set_knob() -> Iterator[Callable[[str, str], None]]:
     """Return a function that sets a knob of the shim. All knobs are restored at the end of the test."""
-    defaults = {"dying": "0", "kern.racct.enable": "1"}
+    defaults = {"dying": "0", "kern.racct.enable": "1", "linux": "0"}
 
     def set_value(name: str, value: str) -> None:
         assert name in defaults
@@ -111,6 +111,24 @@ def test_a_host_without_racct_runs_sandboxes_without_limits(
     assert sample.disk_bytes is not None and sample.disk_bytes > 1 << 20
     runner.do(runner.engine.sandboxes.delete("free"))
     runner.close()
+
+
+@pytest.mark.parametrize(
+    ("linux", "words"),
+    [
+        ("0", r"linux\(4\) is not loaded on this host \(kern.features.linux64 is not 1\).*service linux start"),
+        ("1", r"in this release, although linux\(4\) is loaded on this host: use a host with virtual machines"),
+    ],
+)
+def test_images_are_refused_with_and_without_linux(
+    runner: EngineRunner, set_knob: Callable[[str, str], None], linux: str, words: str
+) -> None:
+    set_knob("linux", linux)
+    for recipe in (Recipe(source=Source.IMAGE, image="app:1"), Recipe(source=Source.IMAGE, image="oci:/nowhere:app")):
+        with pytest.raises(Unsupported, match=words):
+            runner.do(runner.engine.templates.build("web", recipe))
+    assert [each.names for each in runner.engine.templates.list()] == [[TEMPLATE]]
+    assert runner.engine.templates.list_unready_builds() == []
 
 
 def test_the_free_space_of_the_dataset_limits_forks(make_runner: Callable[..., EngineRunner]) -> None:

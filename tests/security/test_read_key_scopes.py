@@ -14,7 +14,6 @@ import httpx
 import pytest
 
 from sandbox_gateway.api.access.auth import OPEN_PATHS
-from sandbox_gateway.hosts.jail_zfs.jail import rootfs
 from sandbox_gateway.recipes import Recipe
 from tests.api.memory_gateway import ADMIN_KEY, EXEC_KEY, READ_KEY, MemoryGateway
 from tests.security.routes import (
@@ -27,6 +26,7 @@ from tests.security.routes import (
     Target,
     list_routes,
 )
+from tests.support.linux_images import refuse_images
 from tests.support.samples import mark_slow_except
 
 READ_HEADERS, EXEC_HEADERS = {"X-API-Key": READ_KEY}, {"X-API-Key": EXEC_KEY}
@@ -273,7 +273,7 @@ def _build_template(client: httpx.Client, path: str, body: dict[str, Any]) -> in
 def test_a_plan_session_refuses_a_recipe_for_another_kind_of_host(
     memory_gateway: MemoryGateway, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(memory_gateway.host, "check_recipe", rootfs.check_recipe)
+    monkeypatch.setattr(memory_gateway.host, "check_recipe", refuse_images)
     with memory_gateway.client(READ_KEY) as client:
         plan_path = f"/plans/{client.post('/plans', json={'run': secrets.token_hex()}).json()['planID']}"
         response = client.post(f"{plan_path}/templates", json={"name": "web", "image": "app:1"})

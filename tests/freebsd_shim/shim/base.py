@@ -245,6 +245,7 @@ def save(name: str, value: dict) -> None:  # type: ignore[type-arg]
 KNOBS = {
     "kern.racct.enable": "1",
     "kern.osreldate": "1403000",
+    "linux": "0",
     "dying": "0",
     "busy": "",
     "pf.loaded": "1",

@@ -7,7 +7,7 @@ import os
 from shim import base, prison
 
 USAGE = """\
-usage: freebsd-shim set knob value      (kern.racct.enable, kern.osreldate, dying, busy, pf.loaded)
+usage: freebsd-shim set knob value      (kern.racct.enable, kern.osreldate, linux, dying, busy, pf.loaded)
        freebsd-shim purge               remove all jails, mounts, interfaces, limits and rules of the shim"""
 
 

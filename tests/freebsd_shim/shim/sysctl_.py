@@ -10,13 +10,14 @@ USAGE = """\
 usage: sysctl [-j jail] [-bdeFhilnNoqTtVWx] [ -B <bufsize> ] [-f filename] name[=value[,value]] ...
        sysctl [-j jail] [-bdeFhlnNoqTtVWx] [ -B <bufsize> ] -a"""
 
-# Where the value of each variable is stored ("knob", "state:DEFAULT", "proc:FILE" on Linux, "=VALUE"), and how it
-# may be accessed.
+# Where the value of each variable is stored ("knob", "linux" if it is 1 with linux(4) and does not exist without it,
+# "state:DEFAULT", "proc:FILE" on Linux, "=VALUE"), and how it may be accessed.
 VARIABLES = {
     "kern.ostype": ("=FreeBSD", "ro"),
     "kern.osrelease": ("release", "ro"),
     "kern.osreldate": ("knob", "ro"),
     "kern.racct.enable": ("knob", "tunable"),
+    "kern.features.linux64": ("linux", "ro"),  # FEATURE(linux64, …) in sys/amd64/linux/linux_sysvec.c
     "kern.maxfiles": ("state:126781", "rw"),
     "kern.logsigexit": ("state:1", "rw"),
     "kern.hostname": ("hostname", "ro"),
@@ -42,10 +43,17 @@ VARIABLES = {
 }
 
 
+def is_known(name: str) -> bool:
+    """Return whether the kernel defines a variable. Those of a module exist only while it is loaded."""
+    return name in VARIABLES and (VARIABLES[name][0] != "linux" or base.read_knob("linux") == "1")
+
+
 def read_value(name: str) -> str:
     storage = VARIABLES[name][0]
     if storage.startswith("="):
         return storage[1:]
+    if storage == "linux":
+        return "1"
     if storage == "knob":
         return base.read_knob(name)
     if storage.startswith("proc:"):
@@ -104,7 +112,7 @@ def main(argv: list[str]) -> int:
 def read_or_write(word: str, option_letters: set[str]) -> int:
     """Read or write one value, like parse() in sysctl.c. Returns 0, or 1 after an error."""
     name, equals, value = word.partition("=")
-    if name not in VARIABLES:
+    if not is_known(name):
         if "i" in option_letters:
             return 0
         if "q" not in option_letters:

@@ -19,8 +19,7 @@ from hypothesis import strategies as st
 
 from sandbox_gateway.command import CommandTimeout, run_async
 from sandbox_gateway.config import KvmXfs
-from sandbox_gateway.errors import BackendFailed, GatewayError, Invalid, Unsupported
-from sandbox_gateway.hosts.jail_zfs.jail import rootfs
+from sandbox_gateway.errors import BackendFailed, GatewayError, Invalid
 from sandbox_gateway.hosts.kvm_xfs.template.image import measuring, registry
 from sandbox_gateway.hosts.kvm_xfs.template.image.check_layers import LayerProblem, check_layers, check_member
 from sandbox_gateway.hosts.kvm_xfs.template.image.layers import check_tree_size
@@ -28,7 +27,6 @@ from sandbox_gateway.hosts.kvm_xfs.template.image.measuring import run_measured
 from sandbox_gateway.hosts.kvm_xfs.template.image.settings import StartSettings, read_start_settings
 from sandbox_gateway.hosts.rootfs_common import Tree
 from sandbox_gateway.image_references import parse_image_reference
-from sandbox_gateway.recipes import Recipe, Source
 from tests.support.images import make_entry, make_layer, write_layout
 
 IMAGE = parse_image_reference("docker://registry.example/app:1")
@@ -253,11 +251,6 @@ async def test_slow_measurements_take_only_a_part_of_the_time(monkeypatch: pytes
     await run_measured(asyncio.sleep(1.5), check)
     # Without pauses, there would be at least 10. The last one comes after the program's end.
     assert 2 <= check_count <= 5
-
-
-def test_a_jail_host_refuses_images() -> None:
-    with pytest.raises(Unsupported, match=r"a jail host cannot build templates from images.*use a host with virtual"):
-        rootfs.check_recipe(Recipe(source=Source.IMAGE, image="app:1"))
 
 
 @pytest.mark.parametrize("transport", ["oci-archive", "docker-archive"])

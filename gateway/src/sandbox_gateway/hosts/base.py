@@ -345,7 +345,7 @@ class Host(Protocol):
     def guest_digest(self) -> str:
         """Return the result of `guest_digest.digest_guest` for templates of this host. The call may read files."""
 
-    def check_recipe(self, recipe: Recipe) -> None:
+    async def check_recipe(self, recipe: Recipe) -> None:
         """Raise Unsupported if the recipe is known to be for a different kind of host. The call reads no files."""
 
     async def source_digest(self, recipe: Recipe, login: RegistryLogin | None = None) -> str | None:

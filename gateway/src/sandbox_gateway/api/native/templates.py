@@ -115,7 +115,7 @@ async def translate_dockerfile(
     The client packs the files of each source into a tar archive, and uploads the archives that are missing.
     """
     dockerfile = await asyncio.to_thread(parse_dockerfile, body.dockerfile)
-    engine.host.check_recipe(Recipe(source=Source.IMAGE, image=dockerfile.image))
+    await engine.host.check_recipe(Recipe(source=Source.IMAGE, image=dockerfile.image))
     ignore_patterns = await asyncio.to_thread(translate_ignore_file, body.ignore_file)
     is_stored = engine.build_files.has if get_plan_id(request.scope) else engine.build_files.mark_used
     missing_digests = [digest for digest in dict.fromkeys((body.digests or {}).values()) if not is_stored(digest)]

@@ -184,14 +184,14 @@ class PlannedHost:
 
     # -- snapshots --------------------------------------------------------------------------------------------------
 
-    def check_recipe(self, recipe: Recipe) -> None:
-        self._real_host.check_recipe(recipe)
+    async def check_recipe(self, recipe: Recipe) -> None:
+        await self._real_host.check_recipe(recipe)
 
     async def source_digest(self, recipe: Recipe, login: RegistryLogin | None = None) -> str | None:
         """Let the real host compute the digest, but only for administrators. It reads files, or queries a registry."""
         if may_read_sources.get() or not (recipe.path or recipe.image):
             return await self._real_host.source_digest(recipe, login)
-        self._real_host.check_recipe(recipe)
+        await self._real_host.check_recipe(recipe)
         return None
 
     async def build_base(

@@ -15,6 +15,7 @@
     ``retries``           retries the removal of file systems that are in use
     ``disk_usage``        measures the disk space of sandboxes and snapshots
     ``host_memory``       reads the host's free memory
+    ``linux_images``      refuses templates from images, and reads whether linux(4) is loaded
     ``commands``          runs FreeBSD's commands
 
 Packages: ``jail`` (a jail's configuration, limits, mounts and root file system), ``network`` (bridge, epairs, pf),
@@ -29,6 +30,6 @@ A module imports only modules below it in this list (tests/lint/imports.toml). `
     runner
     disks, volumes
     machine_register, retries
-    disk_usage, host_memory, jail, network, storage
+    disk_usage, host_memory, linux_images, jail, network, storage
     commands
 """

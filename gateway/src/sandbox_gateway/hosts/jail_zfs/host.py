@@ -50,6 +50,7 @@ from sandbox_gateway.hosts.jail_zfs.jail.mounts import JailMounts
 from sandbox_gateway.hosts.jail_zfs.jail.names import JailNames
 from sandbox_gateway.hosts.jail_zfs.jail.rctl import Limits
 from sandbox_gateway.hosts.jail_zfs.jail.suspension import JailSuspension
+from sandbox_gateway.hosts.jail_zfs.linux_images import create_image_refusal
 from sandbox_gateway.hosts.jail_zfs.machine_register import Machine, MachineRegister
 from sandbox_gateway.hosts.jail_zfs.network.jail_network import JailNetwork
 from sandbox_gateway.hosts.jail_zfs.network.pf import require_enforceable_policy
@@ -190,17 +191,18 @@ class JailZfsHost:
     def guest_digest(self) -> str:
         return rootfs.guest_digest()
 
-    def check_recipe(self, recipe: Recipe) -> None:
+    async def check_recipe(self, recipe: Recipe) -> None:
         if recipe.source is Source.IMAGE:
-            rootfs.check_recipe(recipe)
+            raise await create_image_refusal(self._run)
 
     async def source_digest(self, recipe: Recipe, login: RegistryLogin | None = None) -> str:
-        self.check_recipe(recipe)
+        await self.check_recipe(recipe)
         return await run_in_thread(source_digest, recipe)
 
     async def build_base(
         self, base: Snapshot, recipe: Recipe, source_digest: str, log: Log, login: RegistryLogin | None = None
     ) -> str:
+        await self.check_recipe(recipe)
         rootfs.check_recipe(recipe)
         loop = asyncio.get_running_loop()
         builds: list[Future[None]] = []

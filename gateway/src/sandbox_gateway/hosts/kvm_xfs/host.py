@@ -181,7 +181,7 @@ class KvmXfsHost:
     def guest_digest(self) -> str:
         return guest_files.guest_digest()
 
-    def check_recipe(self, recipe: Recipe) -> None:
+    async def check_recipe(self, recipe: Recipe) -> None:
         pass
 
     async def source_digest(self, recipe: Recipe, login: RegistryLogin | None = None) -> str:

@@ -42,11 +42,6 @@ _MIN_MINOR_VERSION = 9
 
 def check_recipe(recipe: Recipe) -> None:
     """Raise Unsupported if only another kind of host can build the recipe."""
-    if recipe.source is Source.IMAGE:
-        raise Unsupported(
-            "a jail host cannot build templates from images, because their programs are built for Linux: use a host "
-            "with virtual machines (kvm_xfs), or 'from: rootfs' with a FreeBSD file system"
-        )
     if recipe.source is not Source.ROOTFS:
         raise Unsupported(
             "a jail host cannot build templates with debootstrap: use 'from: rootfs' with the path of a directory or "
