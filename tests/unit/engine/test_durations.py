@@ -34,6 +34,7 @@ _NON_OPERATIONS = {
     "Sandboxes.has_diverged",
     "Sandboxes.get_usage",
     "Templates.compute_guest_digest",
+    "Transfers.check_export",
     "Volumes.get_state",
     "RoomMonitor.report",
     # Their duration depends on the client.

@@ -64,22 +64,28 @@ def walk_nodes(index: Index, root: str | None = None) -> Iterator[dict[str, Any]
 
 
 def list_ancestors(index: Index, snapshot: Snapshot) -> list[Snapshot]:
-    """Return the snapshots and templates from which a snapshot descends, its root first. Skips hidden ones."""
-    ancestors: list[Snapshot] = []
+    """Return the visible snapshots and templates from which a snapshot descends, its root first."""
+    return [each for each in _walk_ancestors(index, snapshot) if not each.is_hidden][::-1]
+
+
+def list_children(index: Index, snapshot: Snapshot) -> list[Snapshot]:
+    """Return the visible snapshots whose nearest visible ancestor is ``snapshot``, oldest first."""
+
+    def find_visible_parent(each: Snapshot) -> Snapshot | None:
+        return next((ancestor for ancestor in _walk_ancestors(index, each) if not ancestor.is_hidden), None)
+
+    others = index.walk_snapshots([SnapshotKind.SNAPSHOT, SnapshotKind.TEMPLATE])
+    return [each for each in others if (parent := find_visible_parent(each)) and parent.id == snapshot.id]
+
+
+def _walk_ancestors(index: Index, snapshot: Snapshot) -> Iterator[Snapshot]:
+    """Yield the snapshots from which a snapshot descends, the nearest first."""
     seen_ids = {snapshot.id}
     # Damaged records may form a cycle.
     while (id := _find_parent(snapshot, index.snapshots)) and id not in seen_ids:
         seen_ids.add(id)
         snapshot = index.snapshots[id]
-        if not snapshot.is_hidden:
-            ancestors.insert(0, snapshot)
-    return ancestors
-
-
-def list_children(index: Index, snapshot: Snapshot) -> list[Snapshot]:
-    """Return the visible snapshots whose nearest visible ancestor is ``snapshot``, oldest first."""
-    others = index.walk_snapshots([SnapshotKind.SNAPSHOT, SnapshotKind.TEMPLATE])
-    return [each for each in others if [ancestor.id for ancestor in list_ancestors(index, each)[-1:]] == [snapshot.id]]
+        yield snapshot
 
 
 def _read_records(index: Index) -> dict[str, Sandbox | Snapshot]:
