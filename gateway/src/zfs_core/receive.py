@@ -265,7 +265,8 @@ def lzc_receive_with_heal(
 ) -> tuple[int, int]:
     """Receive a stream. With ``corrective``, only use it to repair damaged data of the existing snapshot.
 
-    Otherwise the same as ``lzc_receive_with_cmdprops``. Command: ``zfs receive -c SNAPNAME``.
+    ``zfs receive -c`` has no options for ``force``, ``resumable`` and ``origin``, which are then not used. Otherwise
+    the same as ``lzc_receive_with_cmdprops``. Command: ``zfs receive -c SNAPNAME``.
     """
     _require_key_absent(key)
     if corrective and not detect_capabilities().corrective_receive:
