@@ -39,6 +39,21 @@ def test_running_sandboxes_are_adopted_with_names_and_lineage(make_runner: Any, 
     assert runner_after_restart.shell("f2", "hostname").strip() == "f2"
 
 
+def test_additional_names_of_a_snapshot_survive_a_restart(make_runner: Any) -> None:
+    runner = make_runner()
+    runner.do(runner.engine.forks.create(TEMPLATE, ForkSpec(names=["source"])))
+    snapshot = runner.do(runner.engine.snapshots.create("source", name="mark"))
+    for name in ("flat", "old"):
+        runner.do(runner.engine.snapshots.add_name("mark", name))
+    assert runner.do(runner.engine.snapshots.remove_name("old"))
+    runner.close()
+    runner_after_restart = make_runner(config=runner.config)
+    assert runner_after_restart.engine.snapshots.get(snapshot.id).names == ["mark", "flat"]
+    runner_after_restart.do(runner_after_restart.engine.forks.create("flat", ForkSpec(names=["fork"])))
+    assert runner_after_restart.do(runner_after_restart.engine.snapshots.remove_name("flat"))
+    assert not runner_after_restart.do(runner_after_restart.engine.snapshots.remove_name("mark")), "it is the last name"
+
+
 def test_a_second_gateway_on_the_same_state_is_refused(make_runner: Any) -> None:
     runner = make_runner()
     with pytest.raises(Conflict, match="another gateway"):

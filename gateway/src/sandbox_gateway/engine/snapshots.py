@@ -172,6 +172,7 @@ class Snapshots:
             snapshot = self.get(ref)
             with self._index.reserved([name]):
                 async with self._context.name_claims.held([NameClaim(snapshot, [name])]):
+                    self.get(snapshot.id)  # It may have been removed or hidden while the name was claimed.
                     return await save_names(self._context, snapshot, [*snapshot.all_names, name])
 
     @measured("snapshot.name")
