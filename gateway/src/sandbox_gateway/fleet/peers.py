@@ -6,9 +6,9 @@ import asyncio
 import contextlib
 import socket
 import ssl
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncIterator, Coroutine, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 import anyio
 import httpx
@@ -34,8 +34,8 @@ _SOCKET_OPTIONS = [
     ),
 ]
 
-
 _Address = tuple[str, int]
+_Result = TypeVar("_Result")
 
 
 class HostUnavailable(Unavailable):
@@ -193,10 +193,12 @@ class Peers:
         ``seconds``: how long the host may stay silent; None: as long as its gateway answers other requests.
         """
         exchange = self._exchange(host, method, target, headers, body, seconds)
-        if seconds is not None:
-            return await exchange
+        return await (exchange if seconds is not None else self.run_while_answering(host, exchange))
+
+    async def run_while_answering(self, host: str, work: Coroutine[Any, Any, _Result]) -> _Result:
+        """Return the result of ``work``. If the host's gateway stops answering, cancel it. Raises HostUnavailable."""
         with self.watched(host) as silence:
-            task = asyncio.ensure_future(exchange)
+            task = asyncio.ensure_future(work)
             try:
                 tasks: set[asyncio.Future[Any]] = {task, silence}
                 await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)

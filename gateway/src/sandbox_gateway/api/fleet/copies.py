@@ -6,10 +6,9 @@ that was interrupted continues where it ended.
 
 from __future__ import annotations
 
-import asyncio
 import json
 from collections.abc import AsyncIterator
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 from urllib.parse import quote, urlencode
 
 import httpx
@@ -97,13 +96,13 @@ class _Copying:
         interrupted = next((each for each in imports.list() if each.snapshot == snapshot_id), None)
         if interrupted is not None:
             try:
-                return await self._watched(interrupted)
+                return await self._import(interrupted)
             except (Conflict, NotFound) as error:
                 # The source would now send other bytes, for example with another release of the compression library.
                 log.info("a copy begins again", snapshot=snapshot_id, reason=error.message)
                 if interrupted in imports.list():
                     await imports.discard(interrupted.id)
-        return await self._watched(None)
+        return await self._import(None)
 
     async def _find_id(self) -> str:
         answer = await self._fleet.peers.request(self._source, "GET", self._path.encode(), self._headers)
@@ -111,22 +110,11 @@ class _Copying:
             raise _create_error(answer)
         return str(json.loads(answer.body)["snapshotID"])
 
-    async def _watched(self, interrupted: InterruptedImport | None) -> Snapshot:
-        """Import the file, as long as the source answers."""
-        peers = self._fleet.peers
-        with peers.watched(self._source) as silence:
-            work = asyncio.ensure_future(self._import(interrupted))
-            try:
-                tasks: set[asyncio.Future[Any]] = {work, silence}
-                await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-                if not work.done():
-                    raise peers.create_silence_error(self._source)
-                return work.result()
-            finally:
-                work.cancel()
-                await asyncio.wait({work})
-
     async def _import(self, interrupted: InterruptedImport | None) -> Snapshot:
+        """Import the file, as long as the source answers."""
+        return await self._fleet.peers.run_while_answering(self._source, self._import_file(interrupted))
+
+    async def _import_file(self, interrupted: InterruptedImport | None) -> Snapshot:
         query: dict[str, str] = {"memory": self._memory}
         continuation = None
         if interrupted is not None and interrupted.file is not None:

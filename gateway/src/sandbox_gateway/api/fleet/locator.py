@@ -102,6 +102,11 @@ class Locator:
                 return others
         return []
 
+    async def list_hosts(self, kind: Kind, ref: str) -> list[str]:
+        """Return all hosts with an object that has this name or id: this host first, then the others by name."""
+        others = sorted({holder.host for holder in await self.find_holders(kind, ref)})
+        return [self._fleet.name, *others] if self.is_here(kind, ref) else others
+
     async def _look_up(self, ref: str, kinds: Sequence[str]) -> Sequence[Holder]:
         """Return the hosts with an object of one of ``kinds`` that has exactly this name or id."""
         return await self._fleet.directory.find_holders(ref, kinds)

@@ -205,10 +205,7 @@ class FleetMiddleware:
         if kind == "volume":
             ref = ref.partition("@")[0]
         if isinstance(route, AllHolders) and ref:
-            holders = await locator.find_holders(kind, ref)
-            hosts = sorted({holder.host for holder in holders})
-            if locator.is_here(kind, ref):
-                hosts.insert(0, self._fleet.name)
+            hosts = await locator.list_hosts(kind, ref)
             if len(hosts) > 1:
                 await self._run_on_all(hosts, scope, receive, send, body)
                 return

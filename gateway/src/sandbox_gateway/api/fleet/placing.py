@@ -99,10 +99,7 @@ class Placer:
         """
         missing_volumes: dict[str, str] = {}
         for volume in _list_mounted_volumes(data):
-            volume_hosts = {holder.host for holder in await locator.find_holders("volume", volume)}
-            if locator.is_here("volume", volume):
-                volume_hosts.add(self._fleet.name)
-            if volume_hosts:
+            if volume_hosts := await locator.list_hosts("volume", volume):
                 missing_volumes |= {host: volume for host in hosts if host not in volume_hosts}
         return missing_volumes
 
