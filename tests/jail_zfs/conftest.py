@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -11,6 +11,8 @@ import pytest
 from sandbox_gateway.hosts.jail_zfs.storage.storage import ZfsStorage
 from tests.jail_zfs import pools
 from tests.support import session
+from tests.support.jail_world import JailZfsWorld
+from tests.support.live import EngineRunner, engines
 
 _dataset_numbers = itertools.count()
 
@@ -47,3 +49,15 @@ def storage(root: str, lock_directory: Path) -> Iterator[ZfsStorage]:
     storage.scan()
     yield storage
     storage.close()
+
+
+@pytest.fixture
+def make_runner(jail_zfs_world: JailZfsWorld) -> Iterator[Callable[..., EngineRunner]]:
+    """Return a function that starts engines with their own state. See ``engines``."""
+    with engines(jail_zfs_world) as make_runner:
+        yield make_runner
+
+
+@pytest.fixture
+def runner(make_runner: Callable[..., EngineRunner]) -> EngineRunner:
+    return make_runner()

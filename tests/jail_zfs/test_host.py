@@ -24,21 +24,9 @@ from sandbox_gateway.records import Resources, SandboxState
 from tests.jail_zfs import pools
 from tests.support import session
 from tests.support.jail_world import JailZfsWorld, get_debian_tarball, run_shim
-from tests.support.live import EngineRunner, engines
+from tests.support.live import EngineRunner
 from tests.support.waiting import wait_until
 from tests.support.worlds import TEMPLATE
-
-
-@pytest.fixture
-def make_runner(jail_zfs_world: JailZfsWorld) -> Iterator[Callable[..., EngineRunner]]:
-    """Return a function that starts engines with their own state. See ``engines``."""
-    with engines(jail_zfs_world) as make_runner:
-        yield make_runner
-
-
-@pytest.fixture
-def runner(make_runner: Callable[..., EngineRunner]) -> EngineRunner:
-    return make_runner()
 
 
 @pytest.fixture

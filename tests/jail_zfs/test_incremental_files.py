@@ -6,7 +6,7 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 
 import pytest
@@ -31,24 +31,12 @@ from tests.jail_zfs.snapshot_files import (
     read_manifest,
     read_stream,
 )
-from tests.support.jail_world import JailZfsWorld
-from tests.support.live import EngineRunner, engines
+from tests.support.live import EngineRunner
 from tests.support.worlds import TEMPLATE
 
 MakeRunner = Callable[..., EngineRunner]
 ENCODING = StreamEncoding.COMPRESSED if pools.IS_OPENZFS else StreamEncoding.PLAIN
 SEND_OPTIONS = ("-c",) if pools.IS_OPENZFS else ()
-
-
-@pytest.fixture
-def make_runner(jail_zfs_world: JailZfsWorld) -> Iterator[MakeRunner]:
-    with engines(jail_zfs_world) as make_runner:
-        yield make_runner
-
-
-@pytest.fixture
-def runner(make_runner: MakeRunner) -> EngineRunner:
-    return make_runner()
 
 
 @pytest.fixture

@@ -7,7 +7,7 @@ import shutil
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -33,23 +33,11 @@ from tests.jail_zfs.snapshot_files import (
     read_manifest,
     read_stream,
 )
-from tests.support.jail_world import JailZfsWorld
-from tests.support.live import EngineRunner, engines
+from tests.support.live import EngineRunner
 from tests.support.waiting import wait_until
 from tests.support.worlds import TEMPLATE
 
 MakeRunner = Callable[..., EngineRunner]
-
-
-@pytest.fixture
-def make_runner(jail_zfs_world: JailZfsWorld) -> Iterator[MakeRunner]:
-    with engines(jail_zfs_world) as make_runner:
-        yield make_runner
-
-
-@pytest.fixture
-def runner(make_runner: MakeRunner) -> EngineRunner:
-    return make_runner()
 
 
 def test_an_imported_snapshot_is_forked_after_the_original_is_gone(

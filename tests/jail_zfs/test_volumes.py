@@ -22,22 +22,16 @@ from sandbox_gateway.hosts.jail_zfs.storage.property_codec import RECORD_PROPERT
 from sandbox_gateway.records import Mount, Sandbox, SandboxState, Volume
 from tests.jail_zfs import pools
 from tests.support.jail_world import JailZfsWorld, run_shim
-from tests.support.live import EngineRunner, engines
+from tests.support.live import EngineRunner
 from tests.support.waiting import wait_until
 from tests.support.worlds import TEMPLATE
 
 
 @pytest.fixture
-def make_runner(jail_zfs_world: JailZfsWorld) -> Iterator[Callable[..., EngineRunner]]:
-    """Return a function that starts engines with their own state. See ``engines``."""
-    with engines(jail_zfs_world) as make_runner:
-        yield make_runner
-        run_shim("freebsd-shim", "set", "busy", "")
-
-
-@pytest.fixture
-def runner(make_runner: Callable[..., EngineRunner]) -> EngineRunner:
-    return make_runner()
+def make_runner(make_runner: Callable[..., EngineRunner]) -> Iterator[Callable[..., EngineRunner]]:
+    """Like the fixture of all jail tests. Before the engines end, no file system is busy any more."""
+    yield make_runner
+    run_shim("freebsd-shim", "set", "busy", "")
 
 
 def get_jail_host(runner: EngineRunner) -> JailZfsHost:

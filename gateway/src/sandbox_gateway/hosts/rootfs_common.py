@@ -22,6 +22,7 @@ from sandbox_gateway.command import build_child_environment, format_missing_prog
 from sandbox_gateway.errors import BackendFailed, Invalid, NoSpace
 from sandbox_gateway.hosts import tree_removal
 from sandbox_gateway.hosts.base import Log
+from sandbox_gateway.tasks import finish_despite_cancellation
 
 AGENT_DIRECTORY = "/opt/sandbox_agent"
 HOME = "/home/user"
@@ -248,13 +249,8 @@ def to_gateway_error(error: OSError, action: str) -> Exception:
 
 
 async def remove_tree_in_thread(path: Path) -> None:
-    # Shield the removal, so that even a cancelled build waits for it.
-    removal = asyncio.ensure_future(asyncio.to_thread(tree_removal.remove_tree, path, ignore_errors=True))
-    try:
-        await asyncio.shield(removal)
-    except asyncio.CancelledError:
-        await removal
-        raise
+    """Remove a directory with everything in it, as far as possible. Even a cancelled build waits for that."""
+    await finish_despite_cancellation(asyncio.to_thread(tree_removal.remove_tree, path, ignore_errors=True))
 
 
 def find_file_kind(path: Path) -> str:
