@@ -1,6 +1,7 @@
 """Run the unchanged examples in the modules' documentation, in order.
 
-`tests/fleet/test_clients.py` tests the options of examples that need a fleet.
+Other tests cover the examples that the gateways here cannot run: `tests/fleet/test_clients.py` those that need a fleet,
+`tests/unit/plugins/test_snapshot_exports.py` those that need a host with incremental exports.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ MODULE_FILES = sorted((REPOSITORY / "plugins" / "modules").glob("*.py"))
 IMAGE_PATH = "/srv/images/base.tar.zst"
 REGISTRY = "registry.example"
 DOCKERFILE_PATH = "/srv/api/Dockerfile"
+OPTIONS_OF_OTHER_GATEWAYS = {"placement", "export_since"}
 EXPORTED_FILE_PATHS = ("/srv/before-upgrade.snapshot", "/srv/code-tuesday.volume")
 SETUP_TASKS: dict[str, list[Task]] = {
     "sandbox": [{"grove.sandbox.sandbox_volume": {"name": "data"}}],
@@ -110,7 +112,7 @@ def test_examples_succeed_and_change_something(
     setup_tasks = SETUP_TASKS.get(module.stem, [])
     image_file = tmp_path / "base.tar.zst"
     image_file.touch()
-    examples = [task for task in load_examples(module) if not _needs_fleet(task)]
+    examples = [task for task in load_examples(module) if not _needs_another_gateway(task)]
     text = json.dumps(examples).replace(REGISTRY, registry.address)
     # The gateway reads the image of a template to detect changes.
     text = text.replace(IMAGE_PATH, str(image_file))
@@ -128,5 +130,5 @@ def test_examples_succeed_and_change_something(
     assert all(result["changed"] != is_info_module for result in results[len(setup_tasks) :]), results
 
 
-def _needs_fleet(task: Task) -> bool:
-    return any("placement" in options for options in task.values() if isinstance(options, dict))
+def _needs_another_gateway(task: Task) -> bool:
+    return any(OPTIONS_OF_OTHER_GATEWAYS & options.keys() for options in task.values() if isinstance(options, dict))
