@@ -12,10 +12,11 @@ import httpx
 import pytest
 
 from sandbox_gateway.fleet.store import Store
-from tests.api.inside import make_port_headers
+from tests.api.inside import PORT, make_port_headers, raw_service
 from tests.api.memory_gateway import ADMIN_KEY, READ_KEY
 from tests.fleet.test_forwarding import Objects, connect_to_peer_listener
 from tests.fleet.world import FleetHost, World
+from tests.security.hostile import LoopMonitor, make_chunked_response
 from tests.support.waiting import wait_until
 
 Pair = tuple[FleetHost, FleetHost]
@@ -66,6 +67,17 @@ def test_clients_cannot_use_the_paths_between_gateways(path: str, pair: Pair) ->
             forwarded = client.get(path, headers=make_port_headers(sandbox))
             assert forwarded.status_code == (403 if key == READ_KEY else 200)
             assert ("frozen" in forwarded.text) == (key == ADMIN_KEY), "the agent of the test answers so"
+
+
+def test_tiny_chunks_of_a_service_do_not_delay_the_clients_of_the_other_gateway(pair: Pair) -> None:
+    """Thousands of them arrive in one read."""
+    one, two = pair
+    sandbox = Objects(two).sandbox
+    service = raw_service(two.gateway, sandbox, make_chunked_response(*[b"x"] * 50_000))
+    with service, one.client() as client, LoopMonitor(one.gateway) as loop_monitor:
+        response = client.get("/", headers=make_port_headers(sandbox, PORT), timeout=100)
+        assert response.text == "x" * 50_000
+    assert loop_monitor.longest_block_seconds < 0.05, "a read usually takes a tenth of this, or four times as long"
 
 
 @pytest.mark.usefixtures("real_times")

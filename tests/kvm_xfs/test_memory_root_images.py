@@ -65,7 +65,7 @@ def test_images_are_shared_where_possible_and_copied_otherwise(
     assert copy_within.stat().st_mode & 0o777 == 0o600
     for copy in (copy_across, copy_within):
         assert count_used_bytes(copy) <= count_used_bytes(source) + MIB
-    assert reflink.have_same_extents(copy_across, copy_within) == root_xfs.reflink
+    assert reflink.have_same_extents(copy_across, copy_within, seconds=60) == root_xfs.reflink
     final_copy = layout.root / "back"
     reflink.clone_or_copy(copy_within, final_copy)
     assert final_copy.read_bytes() == source.read_bytes()

@@ -16,6 +16,8 @@ from tests.api.memory_gateway import MemoryGateway
 
 PROBE_TIMEOUT_SECONDS = 20
 """Maximum response time of `/health` on a busy machine."""
+MAX_BLOCKED_SECONDS = 0.2
+"""Maximum CPU time for which a task may block the event loop. The largest possible response takes a third of it."""
 ATTACK_TIMEOUT_SECONDS = 120
 
 RESPONSE_HEAD = b"HTTP/1.1 200 OK\r\nContent-Type: application/json\r\n"
@@ -86,6 +88,14 @@ def check_others_are_served(client: httpx.Client, attack: Callable[[], httpx.Res
     (response,) = responses
     if isinstance(response, BaseException):
         raise response
+    return response
+
+
+def check_loop_is_not_blocked(memory_gateway: MemoryGateway, attack: Callable[[], httpx.Response]) -> httpx.Response:
+    """Run ``attack`` and return its response. Check that `/health` responds, and that no task blocks the event loop."""
+    with memory_gateway.client() as client, LoopMonitor(memory_gateway) as loop_monitor:
+        response = check_others_are_served(client, attack)
+    assert loop_monitor.longest_block_seconds < MAX_BLOCKED_SECONDS
     return response
 
 

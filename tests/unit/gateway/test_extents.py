@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from sandbox_gateway.errors import Timeout
 from sandbox_gateway.hosts.kvm_xfs.image import reflink
 
 BLOCK = 4096
@@ -36,7 +37,7 @@ def disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     ("measure", "expected"),
     [
         (reflink.count_unique_bytes, BATCH_COUNT * BATCH_SIZE // 2 * BLOCK),
-        (lambda disk: reflink.have_same_extents(disk, disk), True),
+        (lambda disk: reflink.have_same_extents(disk, disk, seconds=60), True),
     ],
     ids=["count_unique_bytes", "have_same_extents"],
 )
@@ -47,3 +48,8 @@ def test_a_fragmented_disk_does_not_fill_the_memory(disk: Path, measure: Callabl
         assert tracemalloc.get_traced_memory()[1] < 1 << 20
     finally:
         tracemalloc.stop()
+
+
+def test_the_comparison_of_a_fragmented_disk_ends_in_time(disk: Path) -> None:
+    with pytest.raises(Timeout, match="too many extents"):
+        reflink.have_same_extents(disk, disk, seconds=0)

@@ -25,9 +25,9 @@ groups each group uses.
   exports to files and imports from them, in the package ``transfer``; ``build_files`` stores the files that steps of
   a template copy, and ``archive_digest`` checks them.
 * Operations that are built on the primitives: ``snapshots`` and ``lineage``, ``forks``, ``sandboxes``, ``templates``.
-  Their steps: ``fork_plan``, ``mount_plan``, ``replacement``, ``template_builder``, ``builds``, ``image_steps``;
-  ``dockerfiles`` and ``build_context_patterns`` translate Dockerfiles to such steps. `transfer.artifacts` pushes
-  snapshots and templates to registries, and pulls them.
+  Their steps: ``fork_plan``, ``mount_plan``, ``replacement``, ``divergence``, ``template_builder``, ``builds``,
+  ``image_steps``; ``dockerfiles`` and ``build_context_patterns`` translate Dockerfiles to such steps.
+  `transfer.artifacts` pushes snapshots and templates to registries, and pulls them.
 * Work that no request triggers: ``loads`` measures sandboxes; ``recovery`` runs at start-up; ``expiry``. Groups above
   also have such work, which `Engine.open` starts: ``prewarm``, ``room``, and the removal of files that
   ``build_files`` and `transfer.artifacts` no longer need.

@@ -13,6 +13,7 @@ from sandbox_gateway.engine.captures import Captures
 from sandbox_gateway.engine.collector import Collector
 from sandbox_gateway.engine.context import Context
 from sandbox_gateway.engine.creation_order import Key
+from sandbox_gateway.engine.divergence import Divergence
 from sandbox_gateway.engine.durations import measured, set_memory_mode
 from sandbox_gateway.engine.locking import Locking
 from sandbox_gateway.engine.machine_lifecycle import MachineLifecycle
@@ -38,8 +39,6 @@ from sandbox_gateway.records import (
 )
 from sandbox_gateway.tasks import clean_up, finish_despite_cancellation
 
-_SYNC_TIMEOUT_SECONDS = 2
-
 log = Logger("engine")
 
 
@@ -61,6 +60,7 @@ class Sandboxes:
         self._events = context.events
         self._locking = locking
         self._agents = agents
+        self._divergence = Divergence(context, agents)
         self._collector = collector
         self._mount_planner = mount_planner
         self._machines = machines
@@ -85,16 +85,9 @@ class Sandboxes:
         """Return whether a sandbox's file system has changed since its head snapshot was taken.
 
         Changes that the guest has not yet written to its disk count too. Raises GatewayError if this cannot be
-        determined, or Timeout if the agent does not respond within two seconds.
+        determined, or Timeout if that takes longer than four seconds, two of which the agent may use.
         """
-        sandbox = self.get(ref)
-        head = self._index.snapshots.get(sandbox.head)
-        if head is None:
-            return True
-        if sandbox.state is SandboxState.PAUSED:
-            return not sandbox.pause_snapshot or sandbox.pause_snapshot != sandbox.head
-        await self._agents.create_client(sandbox).sync(seconds=_SYNC_TIMEOUT_SECONDS)
-        return await self._host.has_diverged(sandbox, head)
+        return await self._divergence.has_diverged(self.get(ref))
 
     async def get_usage(self, ref: str) -> Usage:
         sandbox = self.get(ref)

@@ -17,8 +17,6 @@ from sandbox_gateway.errors import Busy, NotFound
 from sandbox_gateway.records import Sandbox, SandboxState
 
 CONNECT_SECONDS = 10.0
-SMALL_PIECE_BYTES = 4096
-"""Thousands of pieces smaller than this may arrive in one read, so other tasks get a turn after each of them."""
 MAX_IDLE_CONNECTIONS = 16
 IDLE_SECONDS = 30.0
 """Seconds until an idle connection is closed.

@@ -33,10 +33,11 @@ from sandbox_gateway.api.access.ports import (
 )
 from sandbox_gateway.api.data_plane import websocket
 from sandbox_gateway.api.data_plane.heads import HeadByteCounter
-from sandbox_gateway.api.data_plane.pools import CONNECT_SECONDS, SMALL_PIECE_BYTES, MachineConnections, Pools
+from sandbox_gateway.api.data_plane.pools import CONNECT_SECONDS, MachineConnections, Pools
 from sandbox_gateway.api.data_plane.streams import (
     HOP_BY_HOP_HEADERS,
     RequestBody,
+    forward_response_body,
     has_body,
     lowercase_name,
     parse_connection_options,
@@ -339,12 +340,7 @@ class _Exchange:
             await self.incoming_request.send(
                 {"type": "http.response.start", "status": response.status_code, "headers": headers}
             )
-            assert isinstance(response.stream, httpx.AsyncByteStream)
-            async for chunk in response.stream:
-                await self.incoming_request.send({"type": "http.response.body", "body": chunk, "more_body": True})
-                if len(chunk) < SMALL_PIECE_BYTES:
-                    await asyncio.sleep(0)
-            await self.incoming_request.send({"type": "http.response.body", "body": b"", "more_body": False})
+            await forward_response_body(response, self.incoming_request.send)
         except httpx.TransportError as error:
             # Returning before the response is complete makes uvicorn close the client's connection.
             log.warning(

@@ -9,7 +9,7 @@ from typing import Any
 import anyio
 import httpx
 from starlette.datastructures import Headers
-from starlette.types import Message, Receive
+from starlette.types import Message, Receive, Send
 
 from sandbox_gateway.api.access.limits import TooSlow
 from sandbox_gateway.api.errors import ClientGone
@@ -28,6 +28,10 @@ HOP_BY_HOP_HEADERS = frozenset(
     }
 )
 """Headers that belong to one connection."""
+
+
+SMALL_PIECE_BYTES = 4096
+"""Thousands of pieces smaller than this may arrive in one read, so other tasks get a turn after each of them."""
 
 
 def lowercase_name(name: bytes) -> str:
@@ -73,6 +77,15 @@ class RequestBody(httpx.AsyncByteStream):
                 return await self.receive()
         except TimeoutError:
             raise TooSlow.create_for_stalled_body(self.seconds) from None
+
+
+async def forward_response_body(response: httpx.Response, send: Send) -> None:
+    assert isinstance(response.stream, httpx.AsyncByteStream)
+    async for chunk in response.stream:
+        await send({"type": "http.response.body", "body": chunk, "more_body": True})
+        if len(chunk) < SMALL_PIECE_BYTES:
+            await asyncio.sleep(0)
+    await send({"type": "http.response.body", "body": b"", "more_body": False})
 
 
 async def run_unless_interrupted(

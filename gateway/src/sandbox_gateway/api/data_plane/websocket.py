@@ -29,7 +29,8 @@ from sandbox_gateway.api.data_plane.fragments import (
     ServerFragmentProtocol,
     send_fragment,
 )
-from sandbox_gateway.api.data_plane.pools import CONNECT_SECONDS, SMALL_PIECE_BYTES
+from sandbox_gateway.api.data_plane.pools import CONNECT_SECONDS
+from sandbox_gateway.api.data_plane.streams import SMALL_PIECE_BYTES
 from sandbox_gateway.api.errors import ClientGone
 from sandbox_gateway.hosts.connect import create_connection
 

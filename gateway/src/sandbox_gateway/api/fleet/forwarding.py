@@ -27,6 +27,7 @@ from sandbox_gateway.api.data_plane import websocket
 from sandbox_gateway.api.data_plane.streams import (
     HOP_BY_HOP_HEADERS,
     RequestBody,
+    forward_response_body,
     has_body,
     lowercase_name,
     parse_connection_options,
@@ -91,10 +92,7 @@ class Forwarder:
                     "headers": _build_response_headers(response.headers.raw, host),
                 }
             )
-            assert isinstance(response.stream, httpx.AsyncByteStream)
-            async for chunk in response.stream:
-                await send({"type": "http.response.body", "body": chunk, "more_body": True})
-            await send({"type": "http.response.body", "body": b"", "more_body": False})
+            await forward_response_body(response, send)
 
     async def _forward_websocket(self, host: str, scope: Scope, receive: Receive, send: Send) -> None:
         with self.peers.watched(host) as silence:

@@ -19,8 +19,6 @@ from sandbox_gateway.errors import GatewayError, NotFound
 from sandbox_gateway.hosts.base import VolumeState
 from sandbox_gateway.records import Mount, Sandbox, Snapshot, Volume, VolumeSnapshot
 
-_MAX_CONCURRENT_QUERIES = 16
-
 
 class View:
     def __init__(self, engine: Engine, config: Config, permission: Permission) -> None:
@@ -107,19 +105,13 @@ class View:
         return self.describe_sandbox(sandbox, diverged=await self._has_diverged(sandbox))
 
     async def describe_sandboxes_with_divergence(self, sandboxes: Sequence[Sandbox]) -> list[shapes.SandboxShape]:
-        """Describe sandboxes without secrets. Queries their agents concurrently, because some may not respond."""
-        semaphore = asyncio.Semaphore(_MAX_CONCURRENT_QUERIES)
-
-        async def query(sandbox: Sandbox) -> bool | None:
-            async with semaphore:
-                return await self._has_diverged(sandbox)
-
-        divergences = await asyncio.gather(*map(query, sandboxes))
+        """Describe sandboxes without secrets. Queries all agents at the same time, because some may not respond."""
+        divergences = await asyncio.gather(*map(self._has_diverged, sandboxes))
         pairs = zip(sandboxes, divergences, strict=True)
         return [self.describe_sandbox(sandbox, with_secrets=False, diverged=diverged) for sandbox, diverged in pairs]
 
     async def _has_diverged(self, sandbox: Sandbox) -> bool | None:
-        """Return whether a sandbox has diverged; None if it was removed or its agent does not respond in time."""
+        """Return whether a sandbox has diverged; None if it was removed or the time was not sufficient."""
         try:
             return await self.engine.sandboxes.has_diverged(sandbox.id)
         except GatewayError:

@@ -61,6 +61,7 @@ from sandbox_gateway.hosts.network_policy import find_name_servers
 from sandbox_gateway.hosts.os_errors import translated_os_errors
 from sandbox_gateway.hosts.rootfs_common import remove_tree_in_thread
 from sandbox_gateway.hosts.state_root import create_state_root
+from sandbox_gateway.hosts.threads import run_in_thread
 from sandbox_gateway.image_references import RegistryLogin, parse_image_reference
 from sandbox_gateway.log import Logger
 from sandbox_gateway.recipes import Recipe, Source, source_digest
@@ -75,6 +76,9 @@ from sandbox_gateway.records import (
     VolumeSnapshot,
 )
 from sandbox_gateway.tasks import BackgroundTasks, clean_up, finish_despite_cancellation
+
+_COMPARISON_SECONDS = 10.0
+"""Maximum time to compare a disk with its head. The guest decides how fragmented its disk is."""
 
 logger = Logger("kvm_xfs")
 
@@ -458,7 +462,7 @@ class KvmXfsHost:
     async def has_diverged(self, sandbox: Sandbox, head: Snapshot) -> bool:
         disk, head_disk = self._layout.instance(sandbox).disk, self._snapshots.files(head).disk
         with _removal_explained(sandbox):
-            return not await asyncio.to_thread(reflink.have_same_extents, disk, head_disk)
+            return not await run_in_thread(reflink.have_same_extents, disk, head_disk, _COMPARISON_SECONDS)
 
     async def usage(self, sandbox: Sandbox) -> Usage:
         with _removal_explained(sandbox):

@@ -10,12 +10,13 @@ import errno
 import fcntl
 import os
 import struct
-from collections.abc import Iterator
+import time
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from itertools import zip_longest
 from pathlib import Path
 
-from sandbox_gateway.errors import BackendFailed, NoSpace, Unsupported
+from sandbox_gateway.errors import BackendFailed, NoSpace, Timeout, Unsupported
 from sandbox_gateway.hosts.os_errors import create_no_space_error, is_out_of_space
 
 _FICLONE = 0x40049409
@@ -168,18 +169,26 @@ def count_unique_bytes(path: Path) -> int:
     return sum(extent.length for extent in walk_extents(path) if not extent.is_shared)
 
 
-def have_same_extents(one: Path, other: Path) -> bool:
-    """Return whether two files consist of the same blocks.
+def have_same_extents(one: Path, other: Path, seconds: float) -> bool:
+    """Return whether two files consist of the same blocks. Raises Timeout if that takes longer than ``seconds``.
 
     If they do, their contents are equal. If they do not, one of them has been written to.
     """
-    return all(a == b for a, b in zip_longest(_walk_merged_extents(one), _walk_merged_extents(other)))
+    deadline = time.monotonic() + seconds
+
+    def check_deadline(extent: Extent) -> Extent:
+        if time.monotonic() > deadline:
+            raise Timeout(f"{one} has too many extents to compare them within {seconds:g} s")
+        return extent
+
+    walks = (_merge_extents(map(check_deadline, walk_extents(path))) for path in (one, other))
+    return all(a == b for a, b in zip_longest(*walks))
 
 
-def _walk_merged_extents(path: Path) -> Iterator[tuple[int, int, int]]:
+def _merge_extents(extents: Iterable[Extent]) -> Iterator[tuple[int, int, int]]:
     """Yield (logical, physical, length) of each extent. Joins adjacent extents, because sharing can split extents."""
     logical = physical = length = 0
-    for extent in walk_extents(path):
+    for extent in extents:
         if length and logical + length == extent.logical and physical + length == extent.physical:
             length += extent.length
             continue
