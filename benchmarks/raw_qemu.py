@@ -24,8 +24,8 @@ from pathlib import Path
 from typing import Any
 
 from sandbox_gateway.hosts.connect import AGENT_PORT
-from sandbox_gateway.hosts.kvm_xfs.image import reflink
-from sandbox_gateway.hosts.kvm_xfs.image.layout import InstanceFiles, Layout
+from sandbox_gateway.hosts.kvm_xfs.files import reflink
+from sandbox_gateway.hosts.kvm_xfs.files.layout import InstanceFiles, Layout
 from sandbox_gateway.hosts.kvm_xfs.network.addresses import GUEST_MAC, Slot
 from sandbox_gateway.hosts.kvm_xfs.network.slots import SlotPool
 from sandbox_gateway.hosts.kvm_xfs.qemu.command_line import MachineSpec, Platform, build_arguments

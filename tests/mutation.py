@@ -48,6 +48,7 @@ class Subject:
 
 
 UNIT_TEST_PATH = "tests/unit/gateway"
+ENGINE_TEST_PATH = "tests/unit/engine"
 PLAN_TEST_PATHS = ("tests/unit/plugins",)
 SUBJECTS = {
     "plan": Subject((f"{MODULE_UTILS_PATH}/_plan.py",), PLAN_TEST_PATHS),
@@ -60,19 +61,19 @@ SUBJECTS = {
     ),
     "index": Subject(
         tuple(f"{GATEWAY_PATH}/engine/{name}.py" for name in ("index", "lineage")),
-        tuple(f"{UNIT_TEST_PATH}/test_{name}.py" for name in ("index", "lineage")),
+        tuple(f"{ENGINE_TEST_PATH}/test_{name}.py" for name in ("index", "lineage")),
     ),
-    "retention": Subject((f"{GATEWAY_PATH}/engine/retention.py",), (f"{UNIT_TEST_PATH}/test_retention.py",)),
-    "guest-json": Subject((f"{GATEWAY_PATH}/engine/guest_json.py",), (f"{UNIT_TEST_PATH}/test_guest_json.py",)),
+    "retention": Subject((f"{GATEWAY_PATH}/engine/retention.py",), (f"{ENGINE_TEST_PATH}/test_retention.py",)),
+    "guest-json": Subject((f"{GATEWAY_PATH}/engine/guest_json.py",), (f"{ENGINE_TEST_PATH}/test_guest_json.py",)),
     "network-policy": Subject(
-        (f"{GATEWAY_PATH}/hosts/network_policy.py",), (f"{UNIT_TEST_PATH}/test_network_policy.py",)
+        (f"{GATEWAY_PATH}/hosts/network_policy.py",), ("tests/unit/hosts/test_network_policy.py",)
     ),
     "zfs-parse": Subject(
         tuple(f"src/zfs_core/{name}.py" for name in ("names", "options", "parse")),
-        ("tests/jail_zfs/test_zfs_parse.py",),
+        ("tests/unit/zfs_core/test_parse.py",),
     ),
     "pages": Subject(
-        tuple(f"{GATEWAY_PATH}/hosts/kvm_xfs/memory/{name}.py" for name in ("copying", "listing", "ram", "runs")),
+        tuple(f"{GATEWAY_PATH}/hosts/kvm_xfs/memory/{name}.py" for name in ("copying", "listing", "ram", "page_runs")),
         ("tests/kvm_xfs/test_memory.py",),
     ),
 }

@@ -15,8 +15,8 @@ from benchmarks.timers import FunctionRef, Span, Timers, split_time
 from sandbox_gateway.engine.agent_client import AgentClient
 from sandbox_gateway.engine.spec import ForkSpec
 from sandbox_gateway.hosts.kvm_xfs.cgroup import Cgroups
+from sandbox_gateway.hosts.kvm_xfs.files import instances
 from sandbox_gateway.hosts.kvm_xfs.host import KvmXfsHost
-from sandbox_gateway.hosts.kvm_xfs.image import instances
 from sandbox_gateway.hosts.kvm_xfs.network.slots import SlotPool
 from sandbox_gateway.hosts.kvm_xfs.qemu.machine import Machine
 from sandbox_gateway.records import Sandbox, Snapshot

@@ -14,8 +14,8 @@ from benchmarks.measure import Result, Target
 from benchmarks.ping import Ping
 from benchmarks.raw_qemu import RawMachine
 from benchmarks.timers import time_call
-from sandbox_gateway.hosts.kvm_xfs.image import reflink
-from sandbox_gateway.hosts.kvm_xfs.image.layout import Layout
+from sandbox_gateway.hosts.kvm_xfs.files import reflink
+from sandbox_gateway.hosts.kvm_xfs.files.layout import Layout
 from sandbox_gateway.records import Snapshot
 
 _DIRTY_MB = 2

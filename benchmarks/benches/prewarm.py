@@ -15,8 +15,8 @@ from benchmarks.raw_qemu import RawQemu
 from benchmarks.timers import FunctionRef, Span, Timers, split_time
 from sandbox_gateway.engine.agent_client import AgentClient
 from sandbox_gateway.engine.spec import ForkSpec
+from sandbox_gateway.hosts.kvm_xfs.files import instances
 from sandbox_gateway.hosts.kvm_xfs.host import KvmXfsHost
-from sandbox_gateway.hosts.kvm_xfs.image import instances
 from sandbox_gateway.hosts.kvm_xfs.qemu.machine import Machine
 from sandbox_gateway.records import Sandbox, Snapshot
 from tests.support.waiting import wait_until

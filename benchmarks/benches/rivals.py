@@ -16,7 +16,7 @@ from benchmarks.rivals.machines import RIVAL_KINDS, Guest, rival_machine
 from benchmarks.rivals.ours import our_machine
 from benchmarks.rivals.rival import FORK_COUNT, ForkingRival, Rival, VirtualMachine
 from benchmarks.timers import time_call
-from sandbox_gateway.hosts.kvm_xfs.image.layout import Layout
+from sandbox_gateway.hosts.kvm_xfs.files.layout import Layout
 from tests.support import session
 
 _COOLDOWN_SECONDS = 0.3

@@ -15,8 +15,8 @@ from benchmarks.context import Context
 from benchmarks.measure import Result, Target
 from benchmarks.timers import time_call
 from sandbox_gateway.hosts.kvm_xfs import record_files
-from sandbox_gateway.hosts.kvm_xfs.image import reflink
-from sandbox_gateway.hosts.kvm_xfs.image.layout import InstanceFiles, Layout
+from sandbox_gateway.hosts.kvm_xfs.files import reflink
+from sandbox_gateway.hosts.kvm_xfs.files.layout import InstanceFiles, Layout
 from sandbox_gateway.records import MemoryMode, Resources, Sandbox, SandboxState, Snapshot, SnapshotKind, now
 from tests.support import session
 from tests.support.gateway import Gateway

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from benchmarks.context import Context, KvmXfs
 from benchmarks.measure import Result, Target
-from sandbox_gateway.hosts.kvm_xfs.image.reflink import list_data_ranges
+from sandbox_gateway.hosts.kvm_xfs.files.reflink import list_data_ranges
 from sandbox_gateway.records import Snapshot
 
 _MAX_RATIO = 1 / 0.7

@@ -23,7 +23,7 @@ from pathlib import Path
 from benchmarks.raw_qemu import Monitor
 from benchmarks.rivals.libvirt import Libvirt, render_domain_xml
 from benchmarks.rivals.rival import FORK_COUNT, VirtualMachine
-from sandbox_gateway.hosts.kvm_xfs.image.layout import SnapshotFiles
+from sandbox_gateway.hosts.kvm_xfs.files.layout import SnapshotFiles
 from sandbox_gateway.hosts.kvm_xfs.network.addresses import GUEST_ADDRESS, GUEST_MAC
 from sandbox_gateway.hosts.kvm_xfs.qemu import command_line
 from sandbox_gateway.hosts.kvm_xfs.qemu.command_line import KERNEL_ARGUMENTS, TCG_KERNEL_ARGUMENTS, Platform

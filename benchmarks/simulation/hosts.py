@@ -43,7 +43,7 @@ from sandbox_gateway.fleet.keys import Keys
 from sandbox_gateway.fleet.membership import Membership
 from sandbox_gateway.fleet.records import MemberRecord
 from sandbox_gateway.fleet.store import Operation, Outcome, Store, StoreUnavailable
-from sandbox_gateway.fleet.view import View
+from sandbox_gateway.fleet.view import FleetView
 from sandbox_gateway.hosts.base import Abilities, Room
 from sandbox_gateway.records import Sandbox, SandboxState, Snapshot, SnapshotKind
 from tests.api.memory_host import MemoryHost
@@ -137,7 +137,7 @@ class _Host:
         machines.sandbox_count = sandbox_count
         self._engine.index.load(_create_sandboxes(name, template, sandbox_count), [template])
         keys = Keys(config.fleet.prefix)
-        self._view = View(store, keys, name)
+        self._view = FleetView(store, keys, name)
         self._view.members = members
         self._membership = Membership(config.fleet, self._engine, store, keys, self._view)
         self._directory = Directory(self._engine, store, keys, self._view, self._membership)

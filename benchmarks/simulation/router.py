@@ -20,7 +20,7 @@ import time
 from pathlib import Path
 
 from sandbox_gateway.fleet.directory import Directory
-from sandbox_gateway.fleet.view import View
+from sandbox_gateway.fleet.view import FleetView
 from sandbox_gateway.server import heap
 from tests.api.memory_gateway import MemoryGateway
 from tests.fleet.times import PATIENT_TIMES, set_times
@@ -54,13 +54,13 @@ def main() -> None:
     set_times(PATIENT_TIMES)
     heap.configure_allocator()
     may_follow = asyncio.Event()
-    follow_at_once = View.follow
+    follow_at_once = FleetView.follow
 
-    async def follow(view: View) -> None:
+    async def follow(view: FleetView) -> None:
         await may_follow.wait()
         await follow_at_once(view)
 
-    async def measure_load(view: View) -> dict[str, float]:
+    async def measure_load(view: FleetView) -> dict[str, float]:
         memory_before = _read_memory_bytes()
         meter = _StallMeter()
         beat = asyncio.create_task(meter.run())
@@ -78,7 +78,7 @@ def main() -> None:
         }
 
     # Otherwise, the start of the gateway would count.
-    View.follow = follow  # type: ignore[method-assign]
+    FleetView.follow = follow  # type: ignore[method-assign]
     gateway = MemoryGateway(Path(root), fleet=json.loads(section))
     directory = gateway.engine._context.name_claims
     assert isinstance(directory, Directory)

@@ -9,7 +9,7 @@ from typing import cast
 from sandbox_gateway.fleet.keys import Keys
 from sandbox_gateway.fleet.records import Holder, MemberRecord, ObjectRecord
 from sandbox_gateway.fleet.store import Entry, Store
-from sandbox_gateway.fleet.view import View
+from sandbox_gateway.fleet.view import FleetView
 
 _KEYS = Keys("/fleet/")
 _PAGE_ENTRIES = 2000
@@ -33,7 +33,7 @@ class FakeStore:
 
 
 async def test_other_work_goes_on_while_the_view_is_loaded() -> None:
-    view = View(cast(Store, FakeStore(range(10_000))), _KEYS, "h1")
+    view = FleetView(cast(Store, FakeStore(range(10_000))), _KEYS, "h1")
     loading = asyncio.create_task(view._load())
     turns = 0
     while not loading.done():
@@ -48,7 +48,7 @@ async def test_other_work_goes_on_while_the_view_is_loaded() -> None:
 
 async def test_the_view_stays_as_it_was_until_it_is_loaded_again() -> None:
     store = FakeStore(range(2000))
-    view = View(cast(Store, store), _KEYS, "h1")
+    view = FleetView(cast(Store, store), _KEYS, "h1")
     entries_of_host: list[Entry] = []
     view.load_listeners.append(entries_of_host.extend)
     await view._load()

@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from sandbox_gateway.config import Config
+from sandbox_gateway.hosts.kvm_xfs.files.layout import InstanceFiles
 from sandbox_gateway.hosts.kvm_xfs.host import KvmXfsHost
-from sandbox_gateway.hosts.kvm_xfs.image.layout import InstanceFiles
 from sandbox_gateway.hosts.kvm_xfs.machines import StartedMachine
 from sandbox_gateway.records import Sandbox, Snapshot
 

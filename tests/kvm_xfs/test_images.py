@@ -18,10 +18,10 @@ import pytest
 from sandbox_gateway.command import run_async, run_async_bytes
 from sandbox_gateway.config import KvmXfs
 from sandbox_gateway.errors import GatewayError, Invalid
-from sandbox_gateway.hosts.kvm_xfs.template.image import layers
-from sandbox_gateway.hosts.kvm_xfs.template.image.confinement import FILE_CAPABILITIES, confine
-from sandbox_gateway.hosts.kvm_xfs.template.image.layers import unpack_layers
-from sandbox_gateway.hosts.kvm_xfs.template.image.registry import copy_image, resolve_digest
+from sandbox_gateway.hosts.kvm_xfs.template.oci import layers
+from sandbox_gateway.hosts.kvm_xfs.template.oci.confinement import FILE_CAPABILITIES, confine
+from sandbox_gateway.hosts.kvm_xfs.template.oci.layers import unpack_layers
+from sandbox_gateway.hosts.kvm_xfs.template.oci.registry import copy_image, resolve_digest
 from sandbox_gateway.image_references import RegistryLogin, parse_image_reference
 from tests.support.images import (
     PASSWORD,
@@ -317,7 +317,7 @@ def test_credentials_are_used_and_are_in_no_command_line(
         command_lines.append(" ".join(argv))
         return await run_async_bytes(argv, **options)
 
-    monkeypatch.setattr("sandbox_gateway.hosts.kvm_xfs.template.image.registry.run_async_bytes", record)
+    monkeypatch.setattr("sandbox_gateway.hosts.kvm_xfs.template.oci.registry.run_async_bytes", record)
     with running_registry(tmp_path / "private", with_password=True) as registry:
         auth_file = write_auth_file(tmp_path / "auth.json", registry)
         push_image(layout, f"{registry}/private:1", auth_file)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from sandbox_gateway.hosts.kvm_xfs.image import instances
-from sandbox_gateway.hosts.kvm_xfs.image.layout import InstanceFiles
+from sandbox_gateway.hosts.kvm_xfs.files import instances
+from sandbox_gateway.hosts.kvm_xfs.files.layout import InstanceFiles
 
 
 def test_a_new_boot_removes_the_memory_images_of_the_previous_run(tmp_path: Path) -> None:

@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 from sandbox_gateway.errors import BackendFailed
 from sandbox_gateway.hosts.kvm_xfs.memory import copying, listing
 from sandbox_gateway.hosts.kvm_xfs.memory.copying import Copier
+from sandbox_gateway.hosts.kvm_xfs.memory.page_runs import Runs, union
 from sandbox_gateway.hosts.kvm_xfs.memory.ram import PAGE_BYTES, Ram
-from sandbox_gateway.hosts.kvm_xfs.memory.runs import Runs, union
 
 PAGE_COUNT = 64
 page_number_sets = st.sets(st.integers(0, PAGE_COUNT - 1))

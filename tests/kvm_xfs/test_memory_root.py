@@ -12,7 +12,7 @@ import pytest
 
 from sandbox_gateway.engine.spec import ForkSpec
 from sandbox_gateway.errors import Conflict, NoSpace
-from sandbox_gateway.hosts.kvm_xfs.image import reflink
+from sandbox_gateway.hosts.kvm_xfs.files import reflink
 from sandbox_gateway.records import SandboxState, Snapshot
 from tests.kvm_xfs.test_memory_modes import MemoryRecorder
 from tests.support.live import EngineRunner, engines

@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 
 from sandbox_gateway.errors import Conflict
-from sandbox_gateway.hosts.kvm_xfs.image import held_images, instances, reflink
-from sandbox_gateway.hosts.kvm_xfs.image.layout import InstanceFiles, Layout, MemoryDirectory
-from sandbox_gateway.hosts.kvm_xfs.image.memory_roots import MemoryRoots
+from sandbox_gateway.hosts.kvm_xfs.files import held_images, instances, reflink
+from sandbox_gateway.hosts.kvm_xfs.files.layout import InstanceFiles, Layout, MemoryDirectory
+from sandbox_gateway.hosts.kvm_xfs.files.memory_roots import MemoryRoots
 from sandbox_gateway.hosts.kvm_xfs.memory.copying import Copier
 from sandbox_gateway.hosts.kvm_xfs.memory.ram import PAGE_BYTES, Ram
 from sandbox_gateway.hosts.kvm_xfs.memory.tracker_client import TrackerClient

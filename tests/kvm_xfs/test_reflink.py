@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from sandbox_gateway.errors import NoSpace, Unsupported
-from sandbox_gateway.hosts.kvm_xfs.image import reflink
+from sandbox_gateway.hosts.kvm_xfs.files import reflink
 from tests.support.xfs import LoopXfs
 
 MIB = 1 << 20

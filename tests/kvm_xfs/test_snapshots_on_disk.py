@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 
 from sandbox_gateway.hosts.kvm_xfs import commit_protocol
-from sandbox_gateway.hosts.kvm_xfs.image import reflink, snapshots
-from sandbox_gateway.hosts.kvm_xfs.image.layout import Layout
-from sandbox_gateway.hosts.kvm_xfs.image.snapshots import Snapshots
+from sandbox_gateway.hosts.kvm_xfs.files import reflink, snapshots
+from sandbox_gateway.hosts.kvm_xfs.files.layout import Layout
+from sandbox_gateway.hosts.kvm_xfs.files.snapshots import Snapshots
 from sandbox_gateway.hosts.kvm_xfs.quarantine import Quarantine
 from sandbox_gateway.records import Snapshot, SnapshotKind
 

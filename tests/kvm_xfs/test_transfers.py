@@ -14,9 +14,9 @@ from sandbox_gateway.engine.transfer.container import Decoder
 from sandbox_gateway.errors import Conflict, Invalid
 from sandbox_gateway.hosts.base import MEMORY_PARTS, SnapshotPart
 from sandbox_gateway.hosts.kvm_xfs import commit_protocol, transfer
-from sandbox_gateway.hosts.kvm_xfs.image import reflink
-from sandbox_gateway.hosts.kvm_xfs.image.layout import Layout, MemoryDirectory
-from sandbox_gateway.hosts.kvm_xfs.image.snapshots import Snapshots
+from sandbox_gateway.hosts.kvm_xfs.files import reflink
+from sandbox_gateway.hosts.kvm_xfs.files.layout import Layout, MemoryDirectory
+from sandbox_gateway.hosts.kvm_xfs.files.snapshots import Snapshots
 from sandbox_gateway.hosts.kvm_xfs.quarantine import Quarantine
 from sandbox_gateway.records import MemoryMode, Resources, Snapshot
 from tests.support.gateway import TEMPLATE, Gateway

@@ -23,8 +23,8 @@ import pytest
 from sandbox_gateway.errors import BackendFailed, Busy, Conflict, GatewayError, NoSpace, NotFound
 from sandbox_gateway.hosts.base import GuestMount, Scan
 from sandbox_gateway.hosts.kvm_xfs import commit_protocol, record_files
-from sandbox_gateway.hosts.kvm_xfs.image import reflink
-from sandbox_gateway.hosts.kvm_xfs.image.layout import Layout
+from sandbox_gateway.hosts.kvm_xfs.files import reflink
+from sandbox_gateway.hosts.kvm_xfs.files.layout import Layout
 from sandbox_gateway.hosts.kvm_xfs.network.addresses import VOLUME_PORTS
 from sandbox_gateway.hosts.kvm_xfs.quarantine import Quarantine
 from sandbox_gateway.hosts.kvm_xfs.volumes import kvm_volumes, ports, store

@@ -14,7 +14,7 @@ import pytest
 
 from sandbox_gateway.api.metrics import Metrics
 from sandbox_gateway.engine.builds import Build, LogWriter
-from sandbox_gateway.hosts.kvm_xfs.image.layout import InstanceFiles
+from sandbox_gateway.hosts.kvm_xfs.files.layout import InstanceFiles
 from sandbox_gateway.hosts.kvm_xfs.qemu.machine import Machine
 from tests.support.memory_engine import opened_engine
 

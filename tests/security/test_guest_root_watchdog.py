@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.cli.test_service_manager import WATCHDOG_NOTIFICATION, ServiceManager
+from tests.gateway.test_service_manager import WATCHDOG_NOTIFICATION, ServiceManager
 
 
 @pytest.fixture

@@ -24,7 +24,7 @@ from sandbox_gateway.config import Config
 from sandbox_gateway.errors import BackendFailed
 from sandbox_gateway.hosts.base import Scan
 from sandbox_gateway.hosts.kvm_xfs import machines as machines_module
-from sandbox_gateway.hosts.kvm_xfs.image.layout import InstanceFiles, Layout
+from sandbox_gateway.hosts.kvm_xfs.files.layout import InstanceFiles, Layout
 from sandbox_gateway.hosts.kvm_xfs.machines import Machines
 from sandbox_gateway.hosts.kvm_xfs.network.addresses import Slot
 from sandbox_gateway.hosts.kvm_xfs.network.namespaces import HOST_NAMESPACE

@@ -31,7 +31,7 @@ from numpy.typing import NDArray
 from sandbox_gateway.errors import BackendFailed
 from sandbox_gateway.hosts.kvm_xfs import capture
 from sandbox_gateway.hosts.kvm_xfs.capture import Capture
-from sandbox_gateway.hosts.kvm_xfs.image.layout import InstanceFiles, SnapshotFiles
+from sandbox_gateway.hosts.kvm_xfs.files.layout import InstanceFiles, SnapshotFiles
 from sandbox_gateway.hosts.kvm_xfs.memory import listing
 from sandbox_gateway.hosts.kvm_xfs.memory.ram import PAGE_BYTES, Ram
 from sandbox_gateway.hosts.kvm_xfs.memory.tracker_client import TrackerClient

@@ -22,8 +22,8 @@ from sandbox_gateway.config import Config
 from sandbox_gateway.engine.engine import Engine
 from sandbox_gateway.errors import BackendFailed
 from sandbox_gateway.hosts.base import Abilities, Host
+from sandbox_gateway.hosts.kvm_xfs.files.layout import Layout
 from sandbox_gateway.hosts.kvm_xfs.host import KvmXfsHost
-from sandbox_gateway.hosts.kvm_xfs.image.layout import Layout
 from sandbox_gateway.hosts.kvm_xfs.network.slots import SlotPool
 from sandbox_gateway.hosts.kvm_xfs.qemu.processes import list_running_processes
 from sandbox_gateway.hosts.kvm_xfs.volumes.pending_snapshots import PendingSnapshot

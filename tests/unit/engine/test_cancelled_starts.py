@@ -12,8 +12,8 @@ from typing import Any, cast
 import pytest
 
 from sandbox_gateway.config import Config
+from sandbox_gateway.hosts.kvm_xfs.files import instances
 from sandbox_gateway.hosts.kvm_xfs.host import KvmXfsHost
-from sandbox_gateway.hosts.kvm_xfs.image import instances
 from sandbox_gateway.hosts.kvm_xfs.qemu import machine
 from sandbox_gateway.records import Sandbox, Snapshot
 

@@ -178,7 +178,7 @@ def _call_with_stream(function: Callable[..., object], *args: object) -> None:
         os.close(read_fd)
 
 
-# The messages are those of OpenZFS's lib/libzfs; tests/jail_zfs/test_zfs_parse.py names their sources.
+# The messages are those of OpenZFS's lib/libzfs; tests/unit/zfs_core/test_parse.py names their sources.
 @pytest.mark.parametrize(
     ("message", "call", "error_class", "name"),
     [

@@ -34,7 +34,7 @@ from sandbox_gateway.fleet.store import (
     StoreRefused,
     StoreUnavailable,
 )
-from sandbox_gateway.fleet.view import View
+from sandbox_gateway.fleet.view import FleetView
 from sandbox_gateway.log import Logger
 from sandbox_gateway.records import Sandbox
 from sandbox_gateway.tasks import BackgroundTasks, finish_despite_cancellation
@@ -61,7 +61,7 @@ class _Published:
 class Directory:
     """Implements ``engine.name_claims.NameClaims``."""
 
-    def __init__(self, engine: Engine, store: Store, keys: Keys, view: View, membership: Membership) -> None:
+    def __init__(self, engine: Engine, store: Store, keys: Keys, view: FleetView, membership: Membership) -> None:
         self._engine = engine
         self._store = store
         self._keys = keys

@@ -15,7 +15,7 @@ from sandbox_gateway.fleet.peers import Peers
 from sandbox_gateway.fleet.runs import RunDirectory
 from sandbox_gateway.fleet.secret import check_secret_file
 from sandbox_gateway.fleet.store import Store, TlsFiles
-from sandbox_gateway.fleet.view import View
+from sandbox_gateway.fleet.view import FleetView
 from sandbox_gateway.log import Logger
 from sandbox_gateway.tasks import BackgroundTasks
 
@@ -33,7 +33,7 @@ class Fleet:
         """Work that ends when the gateway leaves the fleet."""
         self._store = Store(settings.etcd, TlsFiles(settings.tls_ca, settings.tls_cert, settings.tls_key))
         keys = Keys(settings.prefix)
-        self.view = View(self._store, keys, settings.name)
+        self.view = FleetView(self._store, keys, settings.name)
         self.membership = Membership(settings, engine, self._store, keys, self.view)
         self.directory = Directory(engine, self._store, keys, self.view, self.membership)
         self.holds = Holds(self._store, keys)

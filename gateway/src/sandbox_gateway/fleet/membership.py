@@ -18,7 +18,7 @@ from sandbox_gateway.fleet.keys import Keys
 from sandbox_gateway.fleet.records import FORMAT, FleetRecord, HostRecord, Load, MemberRecord
 from sandbox_gateway.fleet.secret import compute_fingerprint, has_own_secret, replace_own_secret
 from sandbox_gateway.fleet.store import Store, StoreRefused, StoreUnavailable
-from sandbox_gateway.fleet.view import View
+from sandbox_gateway.fleet.view import FleetView
 from sandbox_gateway.log import Logger
 
 LEASE_SECONDS = 6
@@ -35,7 +35,7 @@ log = Logger("fleet")
 
 
 class Membership:
-    def __init__(self, settings: FleetSection, engine: Engine, store: Store, keys: Keys, view: View) -> None:
+    def __init__(self, settings: FleetSection, engine: Engine, store: Store, keys: Keys, view: FleetView) -> None:
         self._settings = settings
         self._engine = engine
         self._store = store

@@ -15,7 +15,7 @@ import httpx
 
 from sandbox_gateway.errors import Unavailable
 from sandbox_gateway.fleet.records import MemberRecord
-from sandbox_gateway.fleet.view import View
+from sandbox_gateway.fleet.view import FleetView
 
 _CONNECT_SECONDS = 4.0
 _ANSWER_SECONDS = 20.0
@@ -59,7 +59,7 @@ class _Watch:
 
 
 class Peers:
-    def __init__(self, view: View, tls: ssl.SSLContext) -> None:
+    def __init__(self, view: FleetView, tls: ssl.SSLContext) -> None:
         self._view = view
         self.tls = tls
         self._transport = httpx.AsyncHTTPTransport(

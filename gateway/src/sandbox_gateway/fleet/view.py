@@ -25,7 +25,7 @@ _Value = TypeVar("_Value")
 log = Logger("fleet")
 
 
-class View:
+class FleetView:
     def __init__(self, store: Store, keys: Keys, host: str) -> None:
         """``host``: the name of this host."""
         self._store = store
@@ -96,7 +96,7 @@ class View:
 
     async def _load(self) -> int:
         """Read everything, and return its revision. Until then, the view stays as it was."""
-        loaded = View(self._store, self._keys, self._host)
+        loaded = FleetView(self._store, self._keys, self._host)
         loaded._shared_holders = self._shared_holders
         own_entries: list[Entry] = []
         revision = 0

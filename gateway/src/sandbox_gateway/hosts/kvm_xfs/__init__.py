@@ -16,8 +16,8 @@
     ``part_files``       reads the files that an export contains
     ``process_checks``   identifies processes that an earlier gateway started
 
-Packages: ``image`` (files on disk), ``qemu`` (one machine), ``memory`` (pages of its memory), ``network`` (slots),
-``volumes`` (volumes and their servers), ``template`` (disks of templates).
+Packages: ``files`` (of machines and snapshots), ``qemu`` (one machine), ``memory`` (pages of its memory), ``network``
+(slots), ``volumes`` (volumes and their servers), ``template`` (disks of templates).
 
 A module imports only modules below it in this list (tests/lint/imports.toml):
 
@@ -26,7 +26,7 @@ A module imports only modules below it in this list (tests/lint/imports.toml):
     machines, memory
     qemu, volumes
     part_files
-    image, network
+    files, network
     quarantine, record_files
     bounded_log, cgroup, commit_protocol, host_lock, host_memory, process_checks
 

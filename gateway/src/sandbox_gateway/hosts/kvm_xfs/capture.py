@@ -15,12 +15,12 @@ import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
 
-from sandbox_gateway.hosts.kvm_xfs.image import reflink
-from sandbox_gateway.hosts.kvm_xfs.image.layout import InstanceFiles, SnapshotFiles
+from sandbox_gateway.hosts.kvm_xfs.files import reflink
+from sandbox_gateway.hosts.kvm_xfs.files.layout import InstanceFiles, SnapshotFiles
 from sandbox_gateway.hosts.kvm_xfs.memory.copying import Copier
 from sandbox_gateway.hosts.kvm_xfs.memory.image_check import ImageCheck
+from sandbox_gateway.hosts.kvm_xfs.memory.page_runs import Runs, count_bytes
 from sandbox_gateway.hosts.kvm_xfs.memory.ram import Ram
-from sandbox_gateway.hosts.kvm_xfs.memory.runs import Runs, count_bytes
 from sandbox_gateway.hosts.kvm_xfs.memory.write_tracking import WriteTracking
 from sandbox_gateway.hosts.kvm_xfs.qemu.machine import Machine
 from sandbox_gateway.records import MemoryMode

@@ -36,12 +36,12 @@ from sandbox_gateway.hosts.base import (
 from sandbox_gateway.hosts.import_check import require_compatible_origin, require_same_host_kind
 from sandbox_gateway.hosts.kvm_xfs import record_files, transfer
 from sandbox_gateway.hosts.kvm_xfs.capture import Capture
+from sandbox_gateway.hosts.kvm_xfs.files import instances, memory_roots, reflink
+from sandbox_gateway.hosts.kvm_xfs.files.layout import InstanceFiles, Layout, MemoryDirectory
+from sandbox_gateway.hosts.kvm_xfs.files.memory_roots import MemoryRoots
+from sandbox_gateway.hosts.kvm_xfs.files.snapshots import Snapshots
 from sandbox_gateway.hosts.kvm_xfs.host_lock import HostLock
 from sandbox_gateway.hosts.kvm_xfs.host_memory import read_memory
-from sandbox_gateway.hosts.kvm_xfs.image import instances, memory_roots, reflink
-from sandbox_gateway.hosts.kvm_xfs.image.layout import InstanceFiles, Layout, MemoryDirectory
-from sandbox_gateway.hosts.kvm_xfs.image.memory_roots import MemoryRoots
-from sandbox_gateway.hosts.kvm_xfs.image.snapshots import Snapshots
 from sandbox_gateway.hosts.kvm_xfs.machines import Machines
 from sandbox_gateway.hosts.kvm_xfs.memory.image_check import ImageCheck
 from sandbox_gateway.hosts.kvm_xfs.memory.tracker_client import TrackerClient
@@ -53,8 +53,8 @@ from sandbox_gateway.hosts.kvm_xfs.quarantine import Quarantine
 from sandbox_gateway.hosts.kvm_xfs.recovery import KvmRecovery
 from sandbox_gateway.hosts.kvm_xfs.template import guest_files
 from sandbox_gateway.hosts.kvm_xfs.template.build import build_rootfs
-from sandbox_gateway.hosts.kvm_xfs.template.image.registry import resolve_digest
-from sandbox_gateway.hosts.kvm_xfs.template.image.runtime import read_step_programs
+from sandbox_gateway.hosts.kvm_xfs.template.oci.registry import resolve_digest
+from sandbox_gateway.hosts.kvm_xfs.template.oci.runtime import read_step_programs
 from sandbox_gateway.hosts.kvm_xfs.volumes.kvm_volumes import KvmVolumes
 from sandbox_gateway.hosts.kvm_xfs.volumes.server_pool import ServerPool
 from sandbox_gateway.hosts.network_policy import find_name_servers

@@ -18,8 +18,8 @@ from sandbox_gateway.errors import BackendFailed, Conflict, Timeout, Unsupported
 from sandbox_gateway.hosts.base import Scan
 from sandbox_gateway.hosts.kvm_xfs import bounded_log, process_checks
 from sandbox_gateway.hosts.kvm_xfs.cgroup import Cgroups
-from sandbox_gateway.hosts.kvm_xfs.image import instances
-from sandbox_gateway.hosts.kvm_xfs.image.layout import InstanceFiles, Layout
+from sandbox_gateway.hosts.kvm_xfs.files import instances
+from sandbox_gateway.hosts.kvm_xfs.files.layout import InstanceFiles, Layout
 from sandbox_gateway.hosts.kvm_xfs.network.addresses import GUEST_MAC, Slot
 from sandbox_gateway.hosts.kvm_xfs.network.slots import SlotPool
 from sandbox_gateway.hosts.kvm_xfs.process_checks import send_signal, wait_for_exit

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from sandbox_gateway.errors import BackendFailed, Conflict
 from sandbox_gateway.hosts.base import SnapshotPart, StreamEncoding
-from sandbox_gateway.hosts.kvm_xfs.image.reflink import list_data_ranges
+from sandbox_gateway.hosts.kvm_xfs.files.reflink import list_data_ranges
 from sandbox_gateway.hosts.os_errors import translated_os_errors
 
 

@@ -6,9 +6,9 @@ import asyncio
 
 from sandbox_gateway.hosts.base import Scan
 from sandbox_gateway.hosts.kvm_xfs import commit_protocol, record_files
-from sandbox_gateway.hosts.kvm_xfs.image.layout import Layout
-from sandbox_gateway.hosts.kvm_xfs.image.memory_roots import MemoryRoots
-from sandbox_gateway.hosts.kvm_xfs.image.snapshots import Snapshots
+from sandbox_gateway.hosts.kvm_xfs.files.layout import Layout
+from sandbox_gateway.hosts.kvm_xfs.files.memory_roots import MemoryRoots
+from sandbox_gateway.hosts.kvm_xfs.files.snapshots import Snapshots
 from sandbox_gateway.hosts.kvm_xfs.machines import Machines
 from sandbox_gateway.hosts.kvm_xfs.quarantine import Quarantine
 from sandbox_gateway.hosts.kvm_xfs.record_files import RecordReader

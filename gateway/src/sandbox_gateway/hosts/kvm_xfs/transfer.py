@@ -17,11 +17,11 @@ import numpy as np
 
 from sandbox_gateway.hosts.base import MEMORY_PARTS, SnapshotPart, SnapshotSource
 from sandbox_gateway.hosts.kvm_xfs import commit_protocol
-from sandbox_gateway.hosts.kvm_xfs.image.layout import SnapshotFiles
-from sandbox_gateway.hosts.kvm_xfs.image.reflink import clone_range
-from sandbox_gateway.hosts.kvm_xfs.image.snapshots import Snapshots
+from sandbox_gateway.hosts.kvm_xfs.files.layout import SnapshotFiles
+from sandbox_gateway.hosts.kvm_xfs.files.reflink import clone_range
+from sandbox_gateway.hosts.kvm_xfs.files.snapshots import Snapshots
 from sandbox_gateway.hosts.kvm_xfs.memory.image_check import compute_check
-from sandbox_gateway.hosts.kvm_xfs.memory.runs import create_runs_from_mask
+from sandbox_gateway.hosts.kvm_xfs.memory.page_runs import create_runs_from_mask
 from sandbox_gateway.hosts.kvm_xfs.part_files import PartFiles
 from sandbox_gateway.hosts.os_errors import translated_os_errors
 from sandbox_gateway.hosts.positional_writes import write_all

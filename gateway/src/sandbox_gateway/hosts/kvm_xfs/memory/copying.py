@@ -8,8 +8,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from sandbox_gateway.errors import BackendFailed
+from sandbox_gateway.hosts.kvm_xfs.memory.page_runs import Runs, count_bytes, create_runs_from_mask, split
 from sandbox_gateway.hosts.kvm_xfs.memory.ram import PAGE_BYTES, Ram
-from sandbox_gateway.hosts.kvm_xfs.memory.runs import Runs, count_bytes, create_runs_from_mask, split
 from sandbox_gateway.hosts.positional_writes import write_all
 
 MAX_BUFFERED_BYTES = 256 << 20

@@ -22,8 +22,8 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
+from sandbox_gateway.hosts.kvm_xfs.memory.page_runs import Runs, concatenate, create_empty_runs, create_runs_from_mask
 from sandbox_gateway.hosts.kvm_xfs.memory.ram import PAGE_BYTES, Area, Ram
-from sandbox_gateway.hosts.kvm_xfs.memory.runs import Runs, concatenate, create_empty_runs, create_runs_from_mask
 
 _PAGEMAP_SCAN = 0xC0606610
 _SCAN_ARGUMENT = struct.Struct("=12Q")

@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from sandbox_gateway.errors import BackendFailed
-from sandbox_gateway.hosts.kvm_xfs.memory.runs import Runs
+from sandbox_gateway.hosts.kvm_xfs.memory.page_runs import Runs
 
 PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 _IOV_MAX = 1024

@@ -14,12 +14,12 @@ from weakref import WeakKeyDictionary
 
 from pydantic import ValidationError
 
-from sandbox_gateway.hosts.kvm_xfs.image import held_images
-from sandbox_gateway.hosts.kvm_xfs.image.layout import InstanceFiles, MemoryDirectory
+from sandbox_gateway.hosts.kvm_xfs.files import held_images
+from sandbox_gateway.hosts.kvm_xfs.files.layout import InstanceFiles, MemoryDirectory
 from sandbox_gateway.hosts.kvm_xfs.memory import image_check, listing
 from sandbox_gateway.hosts.kvm_xfs.memory.image_check import ImageCheck
+from sandbox_gateway.hosts.kvm_xfs.memory.page_runs import Runs, create_empty_runs, union
 from sandbox_gateway.hosts.kvm_xfs.memory.ram import Ram
-from sandbox_gateway.hosts.kvm_xfs.memory.runs import Runs, create_empty_runs, union
 from sandbox_gateway.hosts.kvm_xfs.memory.tracker_client import TrackerClient
 from sandbox_gateway.hosts.kvm_xfs.qemu.machine import Machine
 from sandbox_gateway.records import MemoryMode

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from sandbox_gateway.hosts.kvm_xfs.image.layout import InstanceFiles
+from sandbox_gateway.hosts.kvm_xfs.files.layout import InstanceFiles
 
 KERNEL_ARGUMENTS = (
     "root=/dev/vda rw rootflags=noatime,noinit_itable console=ttyS0 quiet panic=-1 net.ifnames=0 "

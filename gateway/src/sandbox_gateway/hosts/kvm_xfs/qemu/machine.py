@@ -24,7 +24,7 @@ from sandbox_gateway.hosts.kvm_xfs.bounded_log import (
     open_process_log,
     read_log,
 )
-from sandbox_gateway.hosts.kvm_xfs.image.layout import InstanceFiles
+from sandbox_gateway.hosts.kvm_xfs.files.layout import InstanceFiles
 from sandbox_gateway.hosts.kvm_xfs.process_checks import send_signal
 from sandbox_gateway.hosts.kvm_xfs.qemu.command_line import MachineSpec, build_arguments
 from sandbox_gateway.hosts.kvm_xfs.qemu.processes import start_in_namespace

@@ -18,8 +18,8 @@ from sandbox_gateway.hosts.base import Log
 from sandbox_gateway.hosts.kvm_xfs.template.debian import unpack_debian
 from sandbox_gateway.hosts.kvm_xfs.template.disk import create_image
 from sandbox_gateway.hosts.kvm_xfs.template.guest_setup import set_up_guest
-from sandbox_gateway.hosts.kvm_xfs.template.image.builder import ImageBuilder
-from sandbox_gateway.hosts.kvm_xfs.template.image.runtime import AGENT_PYTHON
+from sandbox_gateway.hosts.kvm_xfs.template.oci.builder import ImageBuilder
+from sandbox_gateway.hosts.kvm_xfs.template.oci.runtime import AGENT_PYTHON
 from sandbox_gateway.hosts.kvm_xfs.template.tarball import untar
 from sandbox_gateway.hosts.rootfs_common import (
     Tree,

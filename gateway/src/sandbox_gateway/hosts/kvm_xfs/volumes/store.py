@@ -23,8 +23,8 @@ from sandbox_gateway.errors import BackendFailed, Conflict
 from sandbox_gateway.hosts.base import Scan, SnapshotPart
 from sandbox_gateway.hosts.kvm_xfs import commit_protocol, record_files
 from sandbox_gateway.hosts.kvm_xfs.commit_protocol import PARTIAL_PREFIX
-from sandbox_gateway.hosts.kvm_xfs.image import reflink
-from sandbox_gateway.hosts.kvm_xfs.image.layout import VOLUME_IMAGE_NAME, VOLUME_SNAPSHOTS_NAME, Layout
+from sandbox_gateway.hosts.kvm_xfs.files import reflink
+from sandbox_gateway.hosts.kvm_xfs.files.layout import VOLUME_IMAGE_NAME, VOLUME_SNAPSHOTS_NAME, Layout
 from sandbox_gateway.hosts.kvm_xfs.network.addresses import VOLUME_PORTS
 from sandbox_gateway.hosts.kvm_xfs.part_files import PartFiles
 from sandbox_gateway.hosts.kvm_xfs.quarantine import Quarantine

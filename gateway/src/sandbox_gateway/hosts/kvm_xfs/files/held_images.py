@@ -10,7 +10,7 @@ import contextlib
 from collections.abc import Iterable
 from pathlib import Path
 
-from sandbox_gateway.hosts.kvm_xfs.image.layout import MemoryDirectory
+from sandbox_gateway.hosts.kvm_xfs.files.layout import MemoryDirectory
 
 _FRESH_SUFFIX = ".fresh"
 

@@ -7,9 +7,9 @@ import os
 from pathlib import Path
 
 from sandbox_gateway.hosts.kvm_xfs import commit_protocol, record_files
-from sandbox_gateway.hosts.kvm_xfs.image import reflink
-from sandbox_gateway.hosts.kvm_xfs.image.layout import Layout, MemoryDirectory, SnapshotFiles
-from sandbox_gateway.hosts.kvm_xfs.image.memory_roots import sync_image_directory
+from sandbox_gateway.hosts.kvm_xfs.files import reflink
+from sandbox_gateway.hosts.kvm_xfs.files.layout import Layout, MemoryDirectory, SnapshotFiles
+from sandbox_gateway.hosts.kvm_xfs.files.memory_roots import sync_image_directory
 from sandbox_gateway.hosts.kvm_xfs.quarantine import Quarantine
 from sandbox_gateway.hosts.kvm_xfs.record_files import RecordReader
 from sandbox_gateway.log import Logger

@@ -8,8 +8,8 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sandbox_gateway.hosts.kvm_xfs.memory import runs
-from sandbox_gateway.hosts.kvm_xfs.memory.runs import Runs
+from sandbox_gateway.hosts.kvm_xfs.memory import page_runs as runs
+from sandbox_gateway.hosts.kvm_xfs.memory.page_runs import Runs
 
 PAGE_COUNT = 80
 START_ADDRESS = 1 << 47

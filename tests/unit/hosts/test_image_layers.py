@@ -20,11 +20,11 @@ from hypothesis import strategies as st
 from sandbox_gateway.command import CommandTimeout, run_async
 from sandbox_gateway.config import KvmXfs
 from sandbox_gateway.errors import BackendFailed, GatewayError, Invalid
-from sandbox_gateway.hosts.kvm_xfs.template.image import measuring, registry
-from sandbox_gateway.hosts.kvm_xfs.template.image.check_layers import LayerProblem, check_layers, check_member
-from sandbox_gateway.hosts.kvm_xfs.template.image.layers import check_tree_size
-from sandbox_gateway.hosts.kvm_xfs.template.image.measuring import run_measured
-from sandbox_gateway.hosts.kvm_xfs.template.image.settings import StartSettings, read_start_settings
+from sandbox_gateway.hosts.kvm_xfs.template.oci import measuring, registry
+from sandbox_gateway.hosts.kvm_xfs.template.oci.check_layers import LayerProblem, check_layers, check_member
+from sandbox_gateway.hosts.kvm_xfs.template.oci.layers import check_tree_size
+from sandbox_gateway.hosts.kvm_xfs.template.oci.measuring import run_measured
+from sandbox_gateway.hosts.kvm_xfs.template.oci.settings import StartSettings, read_start_settings
 from sandbox_gateway.hosts.rootfs_common import Tree
 from sandbox_gateway.image_references import parse_image_reference
 from tests.support.images import make_entry, make_layer, write_layout

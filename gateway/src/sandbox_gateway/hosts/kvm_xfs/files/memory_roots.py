@@ -22,8 +22,8 @@ from sandbox_gateway.errors import BackendFailed, Conflict
 from sandbox_gateway.hosts.base import MemoryDisk
 from sandbox_gateway.hosts.kvm_xfs import commit_protocol
 from sandbox_gateway.hosts.kvm_xfs.commit_protocol import PARTIAL_PREFIX
-from sandbox_gateway.hosts.kvm_xfs.image import held_images
-from sandbox_gateway.hosts.kvm_xfs.image.layout import Layout, MemoryDirectory, SnapshotFiles
+from sandbox_gateway.hosts.kvm_xfs.files import held_images
+from sandbox_gateway.hosts.kvm_xfs.files.layout import Layout, MemoryDirectory, SnapshotFiles
 from sandbox_gateway.hosts.kvm_xfs.quarantine import Quarantine
 from sandbox_gateway.log import Logger
 from sandbox_gateway.records import MemoryMode, Snapshot, new_id

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from sandbox_gateway.errors import Timeout
-from sandbox_gateway.hosts.kvm_xfs.image import reflink
+from sandbox_gateway.hosts.kvm_xfs.files import reflink
 
 BLOCK = 4096
 BATCH_COUNT, BATCH_SIZE = 20, 512

@@ -13,10 +13,10 @@ from pathlib import Path
 import pytest
 
 from sandbox_gateway.errors import BackendFailed, Conflict
-from sandbox_gateway.hosts.kvm_xfs.image import held_images, instances, memory_roots, reflink
-from sandbox_gateway.hosts.kvm_xfs.image.layout import InstanceFiles, Layout, MemoryDirectory
-from sandbox_gateway.hosts.kvm_xfs.image.memory_roots import MemoryRoots
-from sandbox_gateway.hosts.kvm_xfs.image.snapshots import Snapshots
+from sandbox_gateway.hosts.kvm_xfs.files import held_images, instances, memory_roots, reflink
+from sandbox_gateway.hosts.kvm_xfs.files.layout import InstanceFiles, Layout, MemoryDirectory
+from sandbox_gateway.hosts.kvm_xfs.files.memory_roots import MemoryRoots
+from sandbox_gateway.hosts.kvm_xfs.files.snapshots import Snapshots
 from sandbox_gateway.hosts.kvm_xfs.quarantine import Quarantine
 from sandbox_gateway.records import MemoryMode, Resources, Sandbox, Snapshot, SnapshotKind
 

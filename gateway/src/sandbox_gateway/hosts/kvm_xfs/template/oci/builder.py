@@ -9,10 +9,10 @@ from pathlib import Path
 from sandbox_gateway.config import KvmXfs
 from sandbox_gateway.hosts.base import Log
 from sandbox_gateway.hosts.kvm_xfs.template.debian import unpack_debian
-from sandbox_gateway.hosts.kvm_xfs.template.image.layers import unpack_layers
-from sandbox_gateway.hosts.kvm_xfs.template.image.registry import copy_image
-from sandbox_gateway.hosts.kvm_xfs.template.image.runtime import START_COMMAND, UNUSED_DEBIAN_FILES, add_runtime
-from sandbox_gateway.hosts.kvm_xfs.template.image.settings import StartSettings, read_start_settings
+from sandbox_gateway.hosts.kvm_xfs.template.oci.layers import unpack_layers
+from sandbox_gateway.hosts.kvm_xfs.template.oci.registry import copy_image
+from sandbox_gateway.hosts.kvm_xfs.template.oci.runtime import START_COMMAND, UNUSED_DEBIAN_FILES, add_runtime
+from sandbox_gateway.hosts.kvm_xfs.template.oci.settings import StartSettings, read_start_settings
 from sandbox_gateway.hosts.rootfs_common import remove_tree_in_thread
 from sandbox_gateway.image_references import ImageReference, RegistryLogin, Transport, parse_image_reference
 from sandbox_gateway.recipes import Recipe

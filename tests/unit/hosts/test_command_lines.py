@@ -1,6 +1,6 @@
 """The table of command lines in docs/jail_zfs.md.
 
-``GROVE_WRITE_DOCS=1 ./dev test tests/unit/gateway/test_command_lines.py`` writes the table.
+``GROVE_WRITE_DOCS=1 ./dev test tests/unit/hosts/test_command_lines.py`` writes the table.
 """
 
 from __future__ import annotations

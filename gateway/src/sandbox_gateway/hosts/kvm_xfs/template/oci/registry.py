@@ -19,8 +19,8 @@ from sandbox_gateway.command import CommandTimeout, read_proxy_settings, run_asy
 from sandbox_gateway.config import KvmXfs
 from sandbox_gateway.errors import BackendFailed, Invalid, NoSpace
 from sandbox_gateway.hosts.base import Log
-from sandbox_gateway.hosts.kvm_xfs.template.image.confinement import WORK, confine
-from sandbox_gateway.hosts.kvm_xfs.template.image.measuring import measure_file_sizes, run_measured
+from sandbox_gateway.hosts.kvm_xfs.template.oci.confinement import WORK, confine
+from sandbox_gateway.hosts.kvm_xfs.template.oci.measuring import measure_file_sizes, run_measured
 from sandbox_gateway.image_references import ImageReference, RegistryLogin, Transport
 from sandbox_gateway.recipes import digest_file
 

@@ -17,7 +17,7 @@ from sandbox_gateway.errors import BackendFailed, Invalid
 from sandbox_gateway.hosts.base import Log
 from sandbox_gateway.hosts.kvm_xfs.template import guest_files
 from sandbox_gateway.hosts.kvm_xfs.template.guest_setup import find_boot_files, install_network_script, set_identity
-from sandbox_gateway.hosts.kvm_xfs.template.image.settings import StartSettings
+from sandbox_gateway.hosts.kvm_xfs.template.oci.settings import StartSettings
 from sandbox_gateway.hosts.rootfs_common import Tree, add_user, install_agent
 
 PREFIX = "/opt/sandbox"

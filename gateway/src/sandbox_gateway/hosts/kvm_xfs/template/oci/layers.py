@@ -8,14 +8,14 @@ from pathlib import Path
 from sandbox_gateway.command import run_async
 from sandbox_gateway.errors import BackendFailed, Invalid, NoSpace
 from sandbox_gateway.hosts.base import Log
-from sandbox_gateway.hosts.kvm_xfs.template.image import check_layers
-from sandbox_gateway.hosts.kvm_xfs.template.image.confinement import FILE_CAPABILITIES, WORK, confine
-from sandbox_gateway.hosts.kvm_xfs.template.image.measuring import (
+from sandbox_gateway.hosts.kvm_xfs.template.oci import check_layers
+from sandbox_gateway.hosts.kvm_xfs.template.oci.confinement import FILE_CAPABILITIES, WORK, confine
+from sandbox_gateway.hosts.kvm_xfs.template.oci.measuring import (
     count_inodes,
     measure_disk_usage,
     run_measured,
 )
-from sandbox_gateway.hosts.kvm_xfs.template.image.registry import LAYOUT, CopiedImage
+from sandbox_gateway.hosts.kvm_xfs.template.oci.registry import LAYOUT, CopiedImage
 from sandbox_gateway.hosts.rootfs_common import STEP_TIMEOUT_SECONDS
 
 TREE = "tree"

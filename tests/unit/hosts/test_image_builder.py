@@ -10,7 +10,7 @@ import pytest
 
 from sandbox_gateway.config import KvmXfs
 from sandbox_gateway.errors import Invalid
-from sandbox_gateway.hosts.kvm_xfs.template.image import builder
+from sandbox_gateway.hosts.kvm_xfs.template.oci import builder
 from sandbox_gateway.recipes import Recipe, Source
 
 

@@ -7,8 +7,8 @@ import os
 from pathlib import Path
 
 from sandbox_gateway.hosts.kvm_xfs import commit_protocol
-from sandbox_gateway.hosts.kvm_xfs.image import held_images, reflink
-from sandbox_gateway.hosts.kvm_xfs.image.layout import InstanceFiles, SnapshotFiles
+from sandbox_gateway.hosts.kvm_xfs.files import held_images, reflink
+from sandbox_gateway.hosts.kvm_xfs.files.layout import InstanceFiles, SnapshotFiles
 from sandbox_gateway.records import Sandbox
 
 
