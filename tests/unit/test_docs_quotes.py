@@ -94,6 +94,9 @@ def test_an_invented_error_is_detected() -> None:
     assert not any("the moon is full: wait for … days" in sentence for sentence in find_sentences())
 
 
+ROOTS = (REPOSITORY, REPOSITORY / "gateway" / "src" / "sandbox_gateway", REPOSITORY / "gateway" / "src")
+
+
 def find_paths(page: Path) -> list[str]:
     """Return the files and directories that a page names in inline code."""
     page_text = page.read_text()
@@ -104,8 +107,7 @@ def find_paths(page: Path) -> list[str]:
 @pytest.mark.parametrize("page", PATH_PAGES, ids=lambda page: page.name)
 def test_named_paths_exist(page: Path) -> None:
     """Paths may be relative to the repository or to one of the packages."""
-    roots = (REPOSITORY, REPOSITORY / "gateway" / "src" / "sandbox_gateway", REPOSITORY / "gateway" / "src")
-    missing_paths = [each for each in find_paths(page) if not any(list(root.glob(each)) for root in roots)]
+    missing_paths = [each for each in find_paths(page) if not any(list(root.glob(each)) for root in ROOTS)]
     assert missing_paths == []
 
 
@@ -113,3 +115,28 @@ def test_a_missing_path_is_detected(tmp_path: Path) -> None:
     page = tmp_path / "page.md"
     page.write_text("See `engine/nothing.py` and `tests/unit`.\n")
     assert find_paths(page) == ["engine/nothing.py", "tests/unit"]
+
+
+def find_missing_definitions(page_text: str) -> list[str]:
+    """Return the functions and classes that a text names, as in "`engine/forks.py` (`fork`)", but that do not exist."""
+    missing = []
+    for path, parentheses in re.findall(r"`([\w./]+\.py)` \(([^)]*)\)", page_text):
+        files = [root / path for root in ROOTS if (root / path).is_file()]
+        definitions = {
+            node.name
+            for file in files
+            for node in ast.walk(ast.parse(file.read_text()))
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef)
+        }
+        names = re.findall(r"`(\w+)`", parentheses)
+        missing += [f"{path} ({name})" for name in names if name not in definitions]
+    return missing
+
+
+def test_named_functions_and_classes_exist() -> None:
+    assert find_missing_definitions((REPOSITORY / "docs" / "architecture.md").read_text()) == []
+
+
+def test_a_missing_function_is_detected() -> None:
+    text = "See `engine/forks.py` (`fork`, `knife`), `engine/nothing.py` (`fork`)."
+    assert find_missing_definitions(text) == ["engine/forks.py (knife)", "engine/nothing.py (fork)"]
