@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from benchmarks.benches.blank import Blank
 from benchmarks.benches.boot import Boot
+from benchmarks.benches.changed import Changed
 from benchmarks.benches.cli import Cli
 from benchmarks.benches.clone import Clone
 from benchmarks.benches.connection import Connection
@@ -35,6 +36,7 @@ from benchmarks.measure import Bench
 BENCHES: tuple[Bench, ...] = (
     Pause(),
     Dirty(),
+    Changed(),
     Crowd(),
     Fork(),
     Profile(),

@@ -2,21 +2,14 @@
 
 from __future__ import annotations
 
-from benchmarks.context import TEMPLATE, Context, KvmXfs
+from benchmarks.context import Context, KvmXfs
+from benchmarks.guest_memory import rewrite_memory, start_large_sandbox
 from benchmarks.measure import Result, Target
-from sandbox_gateway.engine.spec import ForkSpec
 from sandbox_gateway.records import Sandbox, Snapshot
 
 _MEMORY_MB = 1792
 _SIZES_MB = (10, 64, 256, 1024)
 _SLOW_SIZE_MB = 1024
-_REWRITE_PROGRAM = """
-import os, sys
-block = os.urandom(1 << 20)
-with open("/dev/shm/blob", "r+b" if os.path.exists("/dev/shm/blob") else "wb") as blob:
-    for number in range(int(sys.argv[1])):
-        blob.write(block[number:] + block[:number])
-"""
 
 
 class Dirty:
@@ -29,7 +22,7 @@ class Dirty:
         host = ctx.kvm_xfs
         memory_modes: dict[int, list[str]] = {}
         with ctx.showing_progress("captures", sum(rounds.values())) as steps:
-            sandbox = _start_sandbox(host)
+            sandbox = start_large_sandbox(host, _MEMORY_MB, _SLOW_SIZE_MB + 256)
             try:
                 for size in _SIZES_MB:
                     snapshots = []
@@ -45,25 +38,12 @@ class Dirty:
         return result
 
 
-def _start_sandbox(host: KvmXfs) -> Sandbox:
-    spec = ForkSpec(memory_mb=_MEMORY_MB, cold_start=True)
-    sandbox = host.live.do(host.live.engine.forks.create(TEMPLATE, spec), timeout=300)
-    _run_in_sandbox(host, sandbox, ["mount", "-o", f"remount,size={_SLOW_SIZE_MB + 256}M", "/dev/shm"])
-    return sandbox
-
-
 def _rewrite_and_capture(host: KvmXfs, sandbox: Sandbox, size_mb: int) -> Snapshot:
     """Rewrite ``size_mb`` MiB of memory and capture the sandbox. Returns the snapshot, which is already deleted."""
-    _run_in_sandbox(host, sandbox, ["python3", "-c", _REWRITE_PROGRAM, str(size_mb)])
+    rewrite_memory(host, sandbox, size_mb)
     snapshot = host.capture(sandbox)
     host.delete_snapshot(snapshot)
     return snapshot
-
-
-def _run_in_sandbox(host: KvmXfs, sandbox: Sandbox, argv: list[str]) -> None:
-    result = host.live.do(host.live.engine.commands.exec(sandbox.id, argv, timeout=120))
-    if result.exit_code != 0:
-        raise RuntimeError(f"{argv[0]} failed: {result.stderr.decode(errors='replace')}")
 
 
 def _report(result: Result, size: int, snapshots: list[Snapshot]) -> None:

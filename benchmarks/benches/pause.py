@@ -5,23 +5,19 @@ from __future__ import annotations
 import os
 import time
 from dataclasses import dataclass, field
-from pathlib import Path
-
-import numpy as np
 
 from benchmarks.context import Context, KvmXfs, Steps, create_busy_program
+from benchmarks.guest_memory import count_changed_bytes
 from benchmarks.measure import Result, Target
 from benchmarks.ping import Ping
 from benchmarks.raw_qemu import RawMachine
 from benchmarks.timers import time_call
 from sandbox_gateway.hosts.kvm_xfs.files import reflink
-from sandbox_gateway.hosts.kvm_xfs.files.layout import Layout
 from sandbox_gateway.records import Snapshot
 
 _DIRTY_MB = 2
 _MAX_WRITTEN_BYTES = 10 << 20
 _COOLDOWN_SECONDS = 0.3
-_PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 _PHASE_TITLES = {
     "stop": "stop the guest",
     "devices": "device state",
@@ -91,7 +87,7 @@ def _capture_repeatedly(
         captures.snapshots.append(snapshot)
         captures.floor_ms.append(floor_ms)
         captures.total_ms.append(total_ms)
-        captures.changed_bytes.append(_count_changed_bytes(host, previous, snapshot))
+        captures.changed_bytes.append(count_changed_bytes(host, previous, snapshot))
         if previous is not source:
             host.delete_snapshot(previous)
         previous = snapshot
@@ -195,33 +191,3 @@ def _time_smallest_capture(machine: RawMachine, host: KvmXfs) -> float:
         state.unlink()
         image.unlink()
     return (end - start) * 1000
-
-
-def _count_changed_bytes(host: KvmXfs, previous: Snapshot, snapshot: Snapshot) -> float:
-    """Return the size in bytes of the pages that differ between two snapshots. Reads only unshared blocks."""
-    layout = Layout(host.config.host.state_root)
-    old_image, new_image = (layout.snapshot(each).memory for each in (previous, snapshot))
-    ranges = sorted(_find_unshared_ranges(old_image) | _find_unshared_ranges(new_image))
-    page_count = 0
-    with old_image.open("rb") as old, new_image.open("rb") as new:
-        position = 0
-        for start, end in ranges:
-            start = max(start, position)
-            if start < end:
-                page_count += _count_changed_pages(old.fileno(), new.fileno(), start, end - start)
-                position = end
-    return page_count * _PAGE_BYTES
-
-
-def _find_unshared_ranges(image: Path) -> set[tuple[int, int]]:
-    return {
-        (extent.logical, extent.logical + extent.length)
-        for extent in reflink.walk_extents(image)
-        if not extent.is_shared
-    }
-
-
-def _count_changed_pages(old_fd: int, new_fd: int, offset: int, length: int) -> int:
-    old_bytes, new_bytes = (np.frombuffer(os.pread(fd, length, offset), dtype=np.uint8) for fd in (old_fd, new_fd))
-    size = min(len(old_bytes), len(new_bytes)) // _PAGE_BYTES * _PAGE_BYTES
-    return int((old_bytes[:size] != new_bytes[:size]).reshape(-1, _PAGE_BYTES).any(axis=1).sum())
