@@ -4,7 +4,7 @@
 
 """Translate a Dockerfile with the gateway's help, and pack the files that it copies from the context into archives.
 
-The gateway parses the Dockerfile, and returns which files it needs, as regular expressions. The digest of an archive
+The gateway parses the Dockerfile, and returns regular expressions for the files it copies. The digest of an archive
 does not depend on the times and the owners of its files.
 
 The modules and sandboxctl have identical copies of this file, because neither of them can import the other's.

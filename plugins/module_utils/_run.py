@@ -93,7 +93,7 @@ def run(
             if check_mode and params.get("check_run"):
                 gateway_client.enter_plan(params["check_run"], params.get("check_sessions"))
             elif not check_mode and params.get("approved_plan") is not None:
-                _enter_run(gateway_client, params["approved_plan"])
+                _join_run(gateway_client, params["approved_plan"])
             result = (
                 resource_kind.make_result(gateway_client, params)
                 if isinstance(resource_kind, Listing)
@@ -125,7 +125,7 @@ def run(
     return masked_result
 
 
-def _enter_run(client: Client, approved_plan: Mapping[str, Any]) -> None:
+def _join_run(client: Client, approved_plan: Mapping[str, Any]) -> None:
     """Send requests as part of the run that applies the plan. Raises Failure if the gateway has forgotten the run."""
     client.enter_run(approved_plan["run"])
     if approved_plan["opened_at"].get(_make_run_key(client), client.run_opened_at) != client.run_opened_at:

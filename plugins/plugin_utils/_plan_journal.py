@@ -115,7 +115,7 @@ def add_entry(entry: dict[str, Any]) -> None:
 
 
 def make_task_path(task: Task) -> str:
-    """Return the file and the line of a task, in the form in which a plan contains them; "" for an ad hoc command."""
+    """Return the file and the line of a task, formatted as in a plan, or "" for an ad hoc command."""
     path, _separator, line = (task.get_path() or "").rpartition(":")
     if not path:
         return ""

@@ -112,11 +112,11 @@ def serialize_plan(plan: dict[str, Any]) -> bytes:
     return json.dumps(document, sort_keys=True, separators=(",", ":")).encode() + b"\n"
 
 
-WritePlanFile = Callable[..., str]
+PlanFileWriter = Callable[..., str]
 
 
 @pytest.fixture
-def write_plan_file(tmp_path: Path) -> WritePlanFile:
+def write_plan_file(tmp_path: Path) -> PlanFileWriter:
     """A function that writes a plan, or any content, to a file and returns its path."""
 
     def write_file(content: dict[str, Any] | bytes, name: str = "plan.json") -> str:
@@ -130,7 +130,7 @@ def write_plan_file(tmp_path: Path) -> WritePlanFile:
 # --- show ------------------------------------------------------------------------------------------------------------
 
 
-def test_a_plan_is_shown_by_kind_with_totals_and_uncertainties(run: Run, write_plan_file: WritePlanFile) -> None:
+def test_a_plan_is_shown_by_kind_with_totals_and_uncertainties(run: Run, write_plan_file: PlanFileWriter) -> None:
     plan = make_example()
     outcome = check_success(run("plan", "show", write_plan_file(plan), url=UNREACHABLE_URL))
     lines = [line.rstrip() for line in outcome.out.splitlines()]
@@ -158,7 +158,7 @@ def test_a_plan_is_shown_by_kind_with_totals_and_uncertainties(run: Run, write_p
     ]
 
 
-def test_changes_are_grouped_by_gateway(run: Run, write_plan_file: WritePlanFile) -> None:
+def test_changes_are_grouped_by_gateway(run: Run, write_plan_file: PlanFileWriter) -> None:
     entries = [
         make_entry("A", make_action("create", make_change("a", None, {}))),
         make_entry("B", make_action("create", make_change("b", None, {})), gateway=OTHER_GATEWAY),
@@ -171,14 +171,14 @@ def test_changes_are_grouped_by_gateway(run: Run, write_plan_file: WritePlanFile
     assert re.findall(r"^(\w+) +[+~] +(\w)", second_part, re.MULTILINE) == [("sandbox", "b")]
 
 
-def test_freed_resources_are_shown_as_freed(run: Run, write_plan_file: WritePlanFile) -> None:
+def test_freed_resources_are_shown_as_freed(run: Run, write_plan_file: PlanFileWriter) -> None:
     action = make_action("remove", make_change("a", {}, None))
     plan = make_plan(make_entry("A", action, costs={"memory_mb": -256, "disk_bytes": -2048}))
     out = check_success(run("plan", "show", write_plan_file(plan))).out
     assert "Plan: 1 to remove; 256 MiB of memory freed, about 2.0 KiB of disk freed.\n" in out
 
 
-def test_a_plan_without_changes_is_shown(run: Run, write_plan_file: WritePlanFile) -> None:
+def test_a_plan_without_changes_is_shown(run: Run, write_plan_file: PlanFileWriter) -> None:
     out = check_success(run("plan", "show", write_plan_file(make_plan(make_entry("Nothing to do"))))).out
     assert out.startswith("The plan contains no changes.\n") and "can be applied until" in out
     plan = make_plan(make_entry("Nothing to do"), problems=["the changes of task 'Hide it' are unknown"])
@@ -186,14 +186,14 @@ def test_a_plan_without_changes_is_shown(run: Run, write_plan_file: WritePlanFil
     assert out.startswith("The plan contains no changes.\n")
 
 
-def test_an_expired_plan_is_shown_as_expired(run: Run, write_plan_file: WritePlanFile) -> None:
+def test_an_expired_plan_is_shown_as_expired(run: Run, write_plan_file: PlanFileWriter) -> None:
     plan = {**make_example(), "created_at": make_time(-5), "expires_at": make_time(-3)}
     out = check_success(run("plan", "show", write_plan_file(plan))).out
     assert f"it expired at {plan['expires_at']} (3 h ago)" in out and "try-1" in out
     assert "cannot be applied:" in out and "can be applied until" not in out
 
 
-def test_a_plan_with_problems_cannot_be_applied(run: Run, write_plan_file: WritePlanFile) -> None:
+def test_a_plan_with_problems_cannot_be_applied(run: Run, write_plan_file: PlanFileWriter) -> None:
     out = check_success(
         run("plan", "show", write_plan_file({**make_example(), "problems": ["web1 was unreachable"]}))
     ).out
@@ -209,7 +209,7 @@ def test_a_plan_with_problems_cannot_be_applied(run: Run, write_plan_file: Write
     ],
 )
 def test_a_plan_is_printed_as_json(
-    run: Run, write_plan_file: WritePlanFile, changes: dict[str, Any], is_expired: bool, is_applicable: bool
+    run: Run, write_plan_file: PlanFileWriter, changes: dict[str, Any], is_expired: bool, is_applicable: bool
 ) -> None:
     plan = {**make_example(), **changes}
     for args in (("plan", "show", write_plan_file(plan), "--json"), ("--json", "plan", "show", write_plan_file(plan))):
@@ -220,7 +220,7 @@ def test_a_plan_is_printed_as_json(
         assert result == {**plan, "digest": compute_digest(plan), **additions}
 
 
-def test_text_from_the_file_cannot_affect_the_terminal(run: Run, write_plan_file: WritePlanFile) -> None:
+def test_text_from_the_file_cannot_affect_the_terminal(run: Run, write_plan_file: PlanFileWriter) -> None:
     plan = make_plan(
         make_entry(
             f"Task{ESCAPES}\nThe plan can be applied",
@@ -254,7 +254,7 @@ def test_text_from_the_file_cannot_affect_the_terminal(run: Run, write_plan_file
 # --- compare ---------------------------------------------------------------------------------------------------------
 
 
-def compare_plans(run: Run, write_plan_file: WritePlanFile, old_plan: dict[str, Any], new_plan: dict[str, Any]) -> Any:
+def compare_plans(run: Run, write_plan_file: PlanFileWriter, old_plan: dict[str, Any], new_plan: dict[str, Any]) -> Any:
     """Return the comparison as JSON, after checking that the exit code and the text agree with it."""
     paths = write_plan_file(old_plan, "old.json"), write_plan_file(new_plan, "new.json")
     outcome = run("--json", "plan", "compare", *paths, url=UNREACHABLE_URL)
@@ -276,13 +276,13 @@ def list_tasks(comparison: Any) -> list[tuple[str, str, str]]:
     return [(task["plan"], task["task"], " ".join(task["different"])) for task in comparison["tasks"]]
 
 
-def test_plans_that_differ_only_in_times_are_equal(run: Run, write_plan_file: WritePlanFile) -> None:
+def test_plans_that_differ_only_in_times_are_equal(run: Run, write_plan_file: PlanFileWriter) -> None:
     new_plan = {**make_example(), "created_at": make_time(-3), "expires_at": make_time(-2)}
     empty_comparison = {"equal": True, "changes": [], "versions": [], "tasks": [], "different": []}
     assert compare_plans(run, write_plan_file, make_example(), new_plan) == empty_comparison
 
 
-def test_changes_in_only_one_plan_are_found(run: Run, write_plan_file: WritePlanFile) -> None:
+def test_changes_in_only_one_plan_are_found(run: Run, write_plan_file: PlanFileWriter) -> None:
     old_plan, new_plan = make_example(), make_example()
     new_plan["entries"][1]["actions"][0]["changes"][1]["name"] = "try-9"
     comparison = compare_plans(run, write_plan_file, old_plan, new_plan)
@@ -302,7 +302,7 @@ def test_changes_in_only_one_plan_are_found(run: Run, write_plan_file: WritePlan
     assert list_tasks(comparison) == [("both", "Fork it", "actions")]
 
 
-def test_the_keys_of_a_different_change_are_named(run: Run, write_plan_file: WritePlanFile) -> None:
+def test_the_keys_of_a_different_change_are_named(run: Run, write_plan_file: PlanFileWriter) -> None:
     old_plan, new_plan = make_example(), make_example()
     new_plan["entries"][1]["actions"][0]["changes"][0]["after"] = {"state": "running", "cpus": 2, "network": None}
     comparison = compare_plans(run, write_plan_file, old_plan, new_plan)
@@ -313,20 +313,20 @@ def test_the_keys_of_a_different_change_are_named(run: Run, write_plan_file: Wri
     assert re.split("  +", row.rstrip()) == [*cells, "Fork it (play.yml:10)", "localhost", URL]
 
 
-def test_true_and_1_are_different_values(run: Run, write_plan_file: WritePlanFile) -> None:
+def test_true_and_1_are_different_values(run: Run, write_plan_file: PlanFileWriter) -> None:
     old_plan, new_plan = (
         make_plan(make_entry("A", make_action("create", make_change("a", None, {"x": x})))) for x in (1, True)
     )
     assert list_changes(compare_plans(run, write_plan_file, old_plan, new_plan)) == [("both", "+a", "after.x")]
 
 
-def test_a_change_that_creates_instead_of_updating_is_different(run: Run, write_plan_file: WritePlanFile) -> None:
+def test_a_change_that_creates_instead_of_updating_is_different(run: Run, write_plan_file: PlanFileWriter) -> None:
     old_plan = make_plan(make_entry("A", make_action("build", make_change("a", {}, {}))))
     new_plan = make_plan(make_entry("A", make_action("build", make_change("a", None, {}))))
     assert list_changes(compare_plans(run, write_plan_file, old_plan, new_plan)) == [("both", "+a", "before")]
 
 
-def test_an_additional_change_does_not_make_the_later_ones_different(run: Run, write_plan_file: WritePlanFile) -> None:
+def test_an_additional_change_does_not_make_the_later_ones_different(run: Run, write_plan_file: PlanFileWriter) -> None:
     old_plan, new_plan = make_example(), make_example()
     change = make_change("first", None, {})
     entry = make_entry("First", make_action("create", change), created={"first": "known-after-apply-0001"})
@@ -341,7 +341,7 @@ def test_an_additional_change_does_not_make_the_later_ones_different(run: Run, w
     assert comparison["versions"] == [] and comparison["different"] == []
 
 
-def test_objects_with_a_different_version_are_found(run: Run, write_plan_file: WritePlanFile) -> None:
+def test_objects_with_a_different_version_are_found(run: Run, write_plan_file: PlanFileWriter) -> None:
     old_plan, new_plan = make_example(), make_example()
     new_plan["entries"][0]["reads"] = {
         "/snapshots/before": "abcdefabcdef g1 f2",
@@ -357,7 +357,7 @@ def test_objects_with_a_different_version_are_found(run: Run, write_plan_file: W
     assert re.search(rf"^/snapshots/before +does not exist +abcdefabcdef g1 f2 +{URL}", text, re.MULTILINE)
 
 
-def test_the_order_of_different_hosts_is_ignored(run: Run, write_plan_file: WritePlanFile) -> None:
+def test_the_order_of_different_hosts_is_ignored(run: Run, write_plan_file: PlanFileWriter) -> None:
     def make_host_entries(host: str, first_id: int) -> Iterator[dict[str, Any]]:
         planned_id = f"known-after-apply-{first_id:04x}"
         for task in ("Create", "Change"):
@@ -371,7 +371,7 @@ def test_the_order_of_different_hosts_is_ignored(run: Run, write_plan_file: Writ
     assert compare_plans(run, write_plan_file, old_plan, new_plan)["equal"]
 
 
-def test_the_order_of_a_hosts_tasks_is_compared(run: Run, write_plan_file: WritePlanFile) -> None:
+def test_the_order_of_a_hosts_tasks_is_compared(run: Run, write_plan_file: PlanFileWriter) -> None:
     old_plan, new_plan = make_example(), make_example()
     new_plan["entries"].reverse()
     assert compare_plans(run, write_plan_file, old_plan, new_plan)["different"] == ["order of the tasks"]
@@ -391,7 +391,7 @@ def test_the_order_of_a_hosts_tasks_is_compared(run: Run, write_plan_file: Write
     ],
 )
 def test_a_different_task_is_found(
-    run: Run, write_plan_file: WritePlanFile, name: str, value: Any, property_name: str
+    run: Run, write_plan_file: PlanFileWriter, name: str, value: Any, property_name: str
 ) -> None:
     old_plan, new_plan = make_example(), make_example()
     new_plan["entries"][1][name] = value
@@ -403,13 +403,13 @@ def test_a_different_task_is_found(
     assert comparison["changes"] == comparison["versions"] == comparison["different"] == []
 
 
-def test_a_different_request_is_found(run: Run, write_plan_file: WritePlanFile) -> None:
+def test_a_different_request_is_found(run: Run, write_plan_file: PlanFileWriter) -> None:
     old_plan, new_plan = make_example(), make_example()
     new_plan["entries"][1]["actions"][0]["request"] = {"count": 3}
     assert list_tasks(compare_plans(run, write_plan_file, old_plan, new_plan)) == [("both", "Fork it", "requests")]
 
 
-def test_hashes_of_secrets_are_not_compared(run: Run, write_plan_file: WritePlanFile) -> None:
+def test_hashes_of_secrets_are_not_compared(run: Run, write_plan_file: PlanFileWriter) -> None:
     """Each plan has its own salts."""
     old_plan, new_plan = make_example(), make_example()
     for plan, salt in ((old_plan, "aa"), (new_plan, "bb")):
@@ -422,7 +422,7 @@ def test_hashes_of_secrets_are_not_compared(run: Run, write_plan_file: WritePlan
     [("problems", ["it failed"]), ("playbooks", []), ("gateways", {GATEWAY: "https://other.example"})],
 )
 def test_a_different_property_of_the_plan_is_found(
-    run: Run, write_plan_file: WritePlanFile, name: str, value: Any
+    run: Run, write_plan_file: PlanFileWriter, name: str, value: Any
 ) -> None:
     comparison = compare_plans(run, write_plan_file, make_example(), {**make_example(), name: value})
     assert comparison["different"] == [name] and comparison["changes"] == comparison["tasks"] == []
@@ -442,14 +442,14 @@ def check_refusal(outcome: Outcome, words: str, code: int = 2) -> None:
     [("two\nlines", "no key two lines"), ("\ud800", "is invalid: "), ("x" * 1000, "no key xxx")],
 )
 def test_an_unknown_key_is_shown_in_one_short_line(
-    run: Run, write_plan_file: WritePlanFile, name: str, words: str
+    run: Run, write_plan_file: PlanFileWriter, name: str, words: str
 ) -> None:
     outcome = run("plan", "show", write_plan_file({**make_example(), name: 1}))
     check_refusal(outcome, words)
     assert len(outcome.err.splitlines()[0]) < 1000
 
 
-def test_a_file_that_cannot_be_read_is_refused(run: Run, write_plan_file: WritePlanFile, tmp_path: Path) -> None:
+def test_a_file_that_cannot_be_read_is_refused(run: Run, write_plan_file: PlanFileWriter, tmp_path: Path) -> None:
     check_refusal(run("plan", "show", str(tmp_path / "none.json")), "none.json' does not exist", code=3)
     check_refusal(run("plan", "show", str(tmp_path)), "cannot be read: Is a directory")
     plan = write_plan_file(make_example())

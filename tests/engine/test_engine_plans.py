@@ -61,7 +61,7 @@ def make_volume_export_task(files: Path, name: str = "volume") -> Task:
 
 
 def make_play(url: str, source: Path, files: Path, abilities: Abilities) -> tuple[Task, ...]:
-    """Return tasks with all actions on objects that exist, and on others that only the plan contains.
+    """Return tasks that perform every action, on existing objects and on objects that exist only in the plan.
 
     The last task would run in a sandbox that only the plan contains. ``url``: the gateway's URL. ``source``: the
     directory from which a template is built. ``files``: a directory with exported snapshots of a sandbox and a volume,

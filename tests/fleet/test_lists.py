@@ -166,7 +166,7 @@ def test_a_host_that_sends_its_list_too_slowly_is_missing(
         return await request(peers, host, *arguments, **options)
 
     monkeypatch.setattr(Peers, "request", send_slowly)
-    monkeypatch.setattr(merging, "_WHOLE_LIST_SECONDS", 5.0)
+    monkeypatch.setattr(merging, "_FULL_LIST_SECONDS", 5.0)
     with hosts[0].client() as client:
         response = client.get("/templates")
     assert response.headers["x-sandbox-hosts-missing"] == "h3"

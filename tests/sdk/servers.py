@@ -37,7 +37,7 @@ _FORWARDED_PATTERN = re.compile(
 class Server:
     """A gateway as a client sees it. ``template`` is the name of a template with bash and python3.
 
-    ``gateway`` has the sandboxes. It is None if another process runs it (test_clients.py).
+    ``gateway`` is the gateway that has the sandboxes, or None if it runs in another process (test_clients.py).
     """
 
     kind: str

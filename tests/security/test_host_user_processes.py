@@ -81,7 +81,7 @@ class MachineSetup:
         wait_until(lambda: b"mem-path=" in Path(f"/proc/{pid}/cmdline").read_bytes(), 10)
         return pid
 
-    def start_imitation(self, label: str, files: InstanceFiles) -> subprocess.Popen[bytes]:
+    def start_fake(self, label: str, files: InstanceFiles) -> subprocess.Popen[bytes]:
         """Start a process of an unprivileged user that claims to be the machine of ``files``.
 
         The user can open any file under the state root, but only with O_PATH.
@@ -161,7 +161,7 @@ async def test_imitated_machines_are_ignored(xfs_root: Path, monkeypatch: pytest
         other_files.directory.mkdir(parents=True)
         other_files.disk.touch(0o600)
         imitations = [
-            s.start_imitation(label, files)
+            s.start_fake(label, files)
             for label in (
                 "x",
                 "x-y",

@@ -551,7 +551,7 @@ def test_quoted_text_contains_no_terminal_codes(core: str, gateway: HostileGatew
     assert not {"\x1b", "\x07", "\x9b"} & set(completed_process.stdout + completed_process.stderr)
 
 
-def test_a_module_does_not_receive_the_key_of_the_environment(core: str, tmp_path: Path) -> None:
+def test_a_module_does_not_receive_the_key_from_the_environment(core: str, tmp_path: Path) -> None:
     """A task that runs in a sandbox sends its options there, where root can read them."""
     key = "key-of-the-environment"
     fake_gateway = FakeGateway({"web": make_response(json.dumps({"changed": False}))})

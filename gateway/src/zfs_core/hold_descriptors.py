@@ -67,7 +67,7 @@ def validate_descriptor(fd: int) -> None:
     """
     if not sys.platform.startswith("linux"):
         raise NotImplementedError(
-            "holds that are released with a descriptor need Linux: pass fd=None, and call lzc_release"
+            "holds can be released when a descriptor is closed only on Linux: pass fd=None, and call lzc_release"
         )
     try:
         status, device = os.fstat(fd), os.stat(_DEVICE)  # noqa: PTH116  # a device, not a path of the caller

@@ -107,7 +107,7 @@ CAPTURE_TASK = ("snapshot", {"name": ["new"], "sandbox": ["web"]})
 FORK_TASK = ("fork", {"snapshot": "golden", "count": 2, "name_prefix": "try"})
 UPDATE_TASK = ("sandbox", {"name": ["web"], "metadata": {"team": "red"}})
 REMOVE_TASK = ("sandbox", {"name": ["web"], "state": "absent"})
-ROLL_BACK_TASK = ("rollback", {"sandbox": ["web"], "snapshot": "golden", "unless_clean": False})
+ROLLBACK_TASK = ("rollback", {"sandbox": ["web"], "snapshot": "golden", "unless_clean": False})
 REMOVE_SNAPSHOT_TASK = ("snapshot", {"name": ["idle"], "state": "absent"})
 CAPTURE_WITH_DATA_TASK = ("snapshot", {"name": ["new"], "sandbox": ["writer"], "volumes": ["data"]})
 ROLL_BACK_WITH_DATA_TASK = ("rollback", {"sandbox": ["writer"], "snapshot": "with-data", "unless_clean": False})
@@ -155,7 +155,7 @@ def remove_golden_snapshot(client: Client) -> None:
         (UPDATE_TASK, rename_web_sandbox, "sandbox 'web' has been renamed (its id is "),
         (REMOVE_TASK, rename_web_sandbox, "sandbox 'web' has been renamed (its id is "),
         (CAPTURE_TASK, rename_web_sandbox, "sandbox 'web' has been renamed (its id is "),
-        (ROLL_BACK_TASK, rename_web_sandbox, "sandbox 'web' has been renamed (its id is "),
+        (ROLLBACK_TASK, rename_web_sandbox, "sandbox 'web' has been renamed (its id is "),
         (
             UPDATE_TASK,
             make_action("rollback", sandbox=["web"], snapshot="golden", unless_clean=False),
@@ -176,12 +176,12 @@ def remove_golden_snapshot(client: Client) -> None:
             "'web' has changed",
         ),
         (
-            ROLL_BACK_TASK,
+            ROLLBACK_TASK,
             make_action("fork", snapshot="golden", names=["fork-2"]),
             "the users of snapshot 'golden' have changed",
         ),
         (FORK_TASK, remove_golden_snapshot, "snapshot 'golden' has been removed"),
-        (ROLL_BACK_TASK, remove_golden_snapshot, "snapshot 'golden' has been removed"),
+        (ROLLBACK_TASK, remove_golden_snapshot, "snapshot 'golden' has been removed"),
         (
             REMOVE_SNAPSHOT_TASK,
             make_action("snapshot", name=["idle"], state="absent"),
@@ -311,7 +311,7 @@ def test_nothing_is_done_with_a_template_changed_by_another_client(
     [
         ([CAPTURE_TASK, REMOVE_TASK], make_action("snapshot", name=["new"], sandbox=["web"])),
         (
-            [ROLL_BACK_TASK, REMOVE_TASK],
+            [ROLLBACK_TASK, REMOVE_TASK],
             make_action("rollback", sandbox=["web"], snapshot="golden", unless_clean=False),
         ),
         (
@@ -394,7 +394,7 @@ def test_a_gateway_that_is_too_old_applies_no_plan(
     assert read_state(client) == before
 
 
-@pytest.mark.parametrize("task", [CAPTURE_TASK, FORK_TASK, UPDATE_TASK, REMOVE_TASK, ROLL_BACK_TASK, GROW_TASK])
+@pytest.mark.parametrize("task", [CAPTURE_TASK, FORK_TASK, UPDATE_TASK, REMOVE_TASK, ROLLBACK_TASK, GROW_TASK])
 def test_an_object_that_was_replaced_is_not_changed(gateway: MemoryGateway, client: Client, task: Task) -> None:
     """Another object with the same name and the same number of changes is not the planned one."""
     (entry,) = make_plan(gateway, task)
@@ -953,7 +953,7 @@ def test_a_rollback_that_proves_unnecessary_is_skipped(gateway: MemoryGateway, c
     ]
     entries = make_plan(gateway, *tasks)
     entries[2]["actions"] = (
-        make_plan(gateway, ROLL_BACK_TASK)[0]["actions"] if not entries[2]["actions"] else entries[2]["actions"]
+        make_plan(gateway, ROLLBACK_TASK)[0]["actions"] if not entries[2]["actions"] else entries[2]["actions"]
     )
     state = make_initial_state()
     results = [apply_task(client, task, *entries, state=state) for task in tasks]

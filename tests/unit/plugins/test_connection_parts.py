@@ -131,7 +131,7 @@ def test_undelivered_input_kills_the_process(
         assert list(process.read_output()) and process.exit_code == 4
 
 
-def test_the_agent_confirms_the_input() -> None:
+def test_the_agent_acknowledges_input() -> None:
     start_frame_with_input = (0, json.dumps({"event": {"start": {"pid": 7, "input": True}}}).encode())
     for start_frame, is_accepted in ((START_FRAME, False), (start_frame_with_input, True)):
         process = make_process(make_frames(start_frame, END_FRAME, (2, b"{}")))

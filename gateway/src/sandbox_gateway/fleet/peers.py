@@ -23,7 +23,7 @@ _ANSWER_SECONDS = 20.0
 _PROBE_SECONDS = 5.0
 """How often a host that carries out a request is asked whether it still answers, and how long that may take."""
 _MAX_FAILED_PROBES = 2
-_MAX_ANSWER_BYTES = 64 << 20
+_MAX_RESPONSE_BYTES = 64 << 20
 _SOCKET_OPTIONS = [
     (socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1),
     *(
@@ -225,9 +225,9 @@ class Peers:
                 async for piece in response.stream:
                     pieces.append(piece)
                     size += len(piece)
-                    if size > _MAX_ANSWER_BYTES:
+                    if size > _MAX_RESPONSE_BYTES:
                         raise HostUnavailable(
-                            f"the answer of host {host!r} is larger than {_MAX_ANSWER_BYTES >> 20} MiB: request less"
+                            f"the response from host {host!r} exceeds {_MAX_RESPONSE_BYTES >> 20} MiB: request less"
                         )
                 return Answer(host, response.status_code, response.headers, b"".join(pieces))
         except httpx.TransportError as error:

@@ -149,7 +149,7 @@ def _create_fleet(config: Config, engine: Engine) -> Fleet | None:
         from sandbox_gateway.fleet.fleet import Fleet
     except ImportError as error:
         raise Invalid(
-            f"[fleet] needs a client for etcd ({error}): install the gateway with its extra `fleet`, or remove [fleet] "
+            f"[fleet] needs a client for etcd ({error}): install the gateway with the extra `fleet`, or remove [fleet] "
             "from the configuration"
         ) from None
     return Fleet(config.fleet, engine)

@@ -30,7 +30,7 @@ MISSING_HEADER = "x-sandbox-hosts-missing"
 """The header that names the hosts whose objects are missing in a list."""
 _LIST_SECONDS = 10.0
 """Maximum time that a host may stay silent."""
-_WHOLE_LIST_SECONDS = 60.0
+_FULL_LIST_SECONDS = 60.0
 """Maximum time that a host may take for its list, even if it never stays silent."""
 _RECONNECT_SECONDS = 2.0
 _DEFAULT_LIMIT = {"name": 1000}
@@ -97,11 +97,11 @@ async def merge_lists(
 async def _ask(fleet: Fleet, host: str, address: Callable[[str], Awaitable[tuple[bytes, RawHeaders]]]) -> Answer:
     target, headers = await address(host)
     try:
-        async with asyncio.timeout(_WHOLE_LIST_SECONDS):
+        async with asyncio.timeout(_FULL_LIST_SECONDS):
             return await fleet.peers.request(host, "GET", target, headers, seconds=_LIST_SECONDS)
     except TimeoutError:
         raise HostUnavailable(
-            f"host {host!r} has not sent its list within {_WHOLE_LIST_SECONDS:.0f} s: try again later"
+            f"host {host!r} has not sent its list within {_FULL_LIST_SECONDS:.0f} s: try again later"
         ) from None
 
 

@@ -80,7 +80,7 @@ async def list_sandboxes(
 
     items = paginate(walk, lambda sandbox: (sandbox.created_at, sandbox.id), response, limit, next_token, order)
     if diverged:
-        return await view.describe_sandboxes_with_divergence(items)
+        return await view.describe_sandboxes_and_divergence(items)
     return [view.describe_sandbox(sandbox, with_secrets=False) for sandbox in items]
 
 
@@ -97,7 +97,7 @@ async def show(
     ] = True,
 ) -> shapes.SandboxShape:
     sandbox = engine.sandboxes.get(ref)
-    return await view.describe_sandbox_with_divergence(sandbox) if diverged else view.describe_sandbox(sandbox)
+    return await view.describe_sandbox_and_divergence(sandbox) if diverged else view.describe_sandbox(sandbox)
 
 
 @router.get("/sandboxes/{ref}/usage", summary="Show the disk and memory use of a sandbox")
@@ -127,7 +127,7 @@ async def patch(ref: Ref, body: requests.Patch, engine: EngineDep, view: ViewDep
         await engine.sandboxes.update(sandbox.id, metadata=body.metadata, name=body.name)
     if (timeout := body.get_value_or_unset("timeout")) is not UNSET:
         await engine.sandboxes.set_timeout(sandbox.id, timeout)
-    return await view.describe_sandbox_with_divergence(engine.sandboxes.get(sandbox.id))
+    return await view.describe_sandbox_and_divergence(engine.sandboxes.get(sandbox.id))
 
 
 @router.delete("/sandboxes/{ref}", status_code=204, summary="Remove a sandbox")

@@ -101,11 +101,14 @@ class View:
             name=self._find_volume_name(mount.volume), path=mount.path, read_only=mount.read_only
         )
 
-    async def describe_sandbox_with_divergence(self, sandbox: Sandbox) -> shapes.SandboxShape:
+    async def describe_sandbox_and_divergence(self, sandbox: Sandbox) -> shapes.SandboxShape:
         return self.describe_sandbox(sandbox, diverged=await self._has_diverged(sandbox))
 
-    async def describe_sandboxes_with_divergence(self, sandboxes: Sequence[Sandbox]) -> list[shapes.SandboxShape]:
-        """Describe sandboxes without secrets. Queries all agents at the same time, because some may not respond."""
+    async def describe_sandboxes_and_divergence(self, sandboxes: Sequence[Sandbox]) -> list[shapes.SandboxShape]:
+        """Describe sandboxes, and whether they have diverged, but omit their access tokens.
+
+        Queries all agents at the same time, because some may not respond.
+        """
         divergences = await asyncio.gather(*map(self._has_diverged, sandboxes))
         pairs = zip(sandboxes, divergences, strict=True)
         return [self.describe_sandbox(sandbox, with_secrets=False, diverged=diverged) for sandbox, diverged in pairs]

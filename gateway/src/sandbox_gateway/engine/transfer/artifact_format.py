@@ -92,7 +92,7 @@ class Contents(_StrictModel):
         if self.manifest.base is not None:
             raise ValueError("the manifest is that of a file that needs another snapshot")
         if [each.part for each in self.parts] != [each.name for each in self.manifest.parts]:
-            raise ValueError("the table of chunks does not have the parts of the manifest")
+            raise ValueError("the parts in the table of chunks differ from those in the manifest")
         if sum(len(each.chunks) for each in self.parts) > MAX_CHUNKS:
             raise ValueError(f"the table has more than {MAX_CHUNKS} chunks")
         for part, table in zip(self.manifest.parts, self.parts, strict=True):

@@ -362,7 +362,7 @@ class Artifacts:
         with self._transfers.slot_held(), self._names_reserved(pull, is_template=is_template):
             try:
                 async with self._transfers.names_claimed(snapshot, [] if is_template else pull.names):
-                    with self._kept_blobs.used(blobs):
+                    with self._kept_blobs.protected(blobs):
                         await self._create_snapshot(transfer, pull, login, is_planned=is_planned)
             except BaseException:
                 if snapshot.id in self._index.snapshots:

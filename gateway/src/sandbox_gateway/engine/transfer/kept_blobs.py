@@ -42,7 +42,7 @@ class KeptBlobs:
         self.trim()
 
     @contextlib.contextmanager
-    def used(self, digests: Iterable[str]) -> Iterator[None]:
+    def protected(self, digests: Iterable[str]) -> Iterator[None]:
         """Prevent ``trim`` and ``remove`` from removing these blobs inside this context."""
         digests = set(digests)
         with self._lock:

@@ -1,7 +1,7 @@
-"""Create and remove the directories of objects so that a crash leaves no partial objects.
+"""Create and remove the directory of an object atomically.
 
 An object is created in `.partial-<name>`. Renaming that directory into place commits the object. After a crash, the
-object is either complete or a partial directory, which the next ``sweep`` removes.
+object is either complete, or still has its partial name, and the next ``sweep`` removes it.
 """
 
 from __future__ import annotations
