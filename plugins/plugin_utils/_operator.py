@@ -123,7 +123,7 @@ class OperatorTask:
     def has_option(self, name: str, value: Any) -> bool:
         """Return whether the operator set the option to ``value``. Raises Failure.
 
-        Tries all items of the task's loop, because the running task does not show its current item.
+        Tries all items of the task's loop, because a running task does not reveal its current item.
         """
         args = self._task.args
         if name in args and (args[name] == value or self._evaluates_to(args[name], value)):

@@ -1,4 +1,4 @@
-"""Forks on several hosts: the questions whether a share runs."""
+"""Forks on several hosts: a gateway asks the others whether their shares run."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Test the pyzfs functions on real ZFS."""
+"""Test the functions of zfs_core on real ZFS."""
 
 from __future__ import annotations
 

@@ -262,7 +262,10 @@ class Sandbox(_Record):
     forked_from: str = ""
     """The snapshot or template that the sandbox was created from. It never changes."""
     head: str = ""
-    """The snapshot that the sandbox currently descends from. Each capture and rollback changes it."""
+    """The snapshot that the sandbox currently descends from.
+
+    A capture (except for a pause), a rollback, and the removal of the head change it.
+    """
     base: str = ""
     """The snapshot that the current machine was started from."""
     parent_sandbox: str = ""
@@ -316,7 +319,10 @@ class SnapshotKind(StrEnum):
     PAUSE = "pause"
     """The snapshot from which a paused sandbox resumes; hidden, and owned by that sandbox."""
     TRANSIENT = "transient"
-    """The capture from which clones are forked; hidden, and removed when its last fork is removed."""
+    """The capture from which clones are forked, or the source of a promotion; hidden.
+
+    Removed when its last fork is removed and it is no longer the head of a sandbox.
+    """
 
 
 class MemoryMode(StrEnum):
@@ -410,9 +416,9 @@ class Snapshot(_Record):
     recipe_digest: str = ""
     """The digest of ``recipe``, the guest files that the template was built with, and ``source_digest``."""
     source_digest: str = ""
-    """The digest of the files at the recipe's path.
+    """The digest of the files at the recipe's path, the digest of its image, or the id of its template.
 
-    Empty if the recipe has no path, or if an older gateway built the template.
+    Empty if the recipe has none of them, or if an older gateway built the template.
     """
     recipe: dict[str, Any] = Field(default_factory=dict)
     start: StartCommand | None = None

@@ -74,7 +74,7 @@ def lzc_change_key(fsname: Name, crypt_cmd: str, props: Props = None, key: bytes
     """Change the key of an encryption root.
 
     ``crypt_cmd``: ``new_key``, or ``inherit`` to use the key of the parent. The commands ``force_new_key`` and
-    ``force_inherit``, which no option of the command expresses, raise NotImplementedError.
+    ``force_inherit``, which have no equivalent in ``zfs change-key``, raise NotImplementedError.
 
     Raises FilesystemNotFound, PropertyInvalid, UnknownCryptCommand, EncryptionKeyNotLoaded. Command:
     ``zfs change-key -o keylocation=prompt FSNAME``, or ``zfs change-key -i FSNAME``.

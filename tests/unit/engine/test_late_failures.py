@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from sandbox_gateway.engine.spec import MountSpec
+from sandbox_gateway.engine.spec import ForkSpec, MountSpec
 from sandbox_gateway.errors import BackendFailed, NoSpace
 from sandbox_gateway.records import Sandbox, SandboxState, Snapshot
 from tests.api.memory_host import MemoryHost
@@ -43,6 +43,23 @@ async def test_a_failed_capture_can_be_retried_with_the_same_name(tmp_path: Path
         host.is_full = False
         snapshot = await engine.snapshots.create("a", name="s", volumes=["v"])
         assert snapshot.parent == head and engine.sandboxes.get("a").head == snapshot.id
+
+
+async def test_a_failed_promotion_changes_nothing(tmp_path: Path) -> None:
+    host = _Host()
+    async with opened_engine(tmp_path, host) as engine:
+        await create(engine, "a")
+        await engine.forks.clone("a", ForkSpec(names=["b"]))
+        records = [each.model_dump(exclude={"generation"}) for each in engine.sandboxes.list()]
+        snapshot_ids = {*engine.index.snapshots}
+        host.failing_names = {"a"}
+        with pytest.raises(BackendFailed, match="no machine for a"):
+            await engine.sandboxes.promote("b")
+        assert [each.model_dump(exclude={"generation"}) for each in engine.sandboxes.list()] == records
+        assert {*engine.index.snapshots} == snapshot_ids
+        host.failing_names = set()
+        promoted_sandbox = await engine.sandboxes.promote("b")
+        assert promoted_sandbox.name == "a" and promoted_sandbox.head == engine.sandboxes.get("b").head
 
 
 async def test_resume_and_delete_succeed_if_the_pause_snapshot_cannot_be_removed(tmp_path: Path) -> None:

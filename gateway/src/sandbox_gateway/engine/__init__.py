@@ -5,7 +5,7 @@ groups each group uses.
 
 * Shared state: ``context``; ``index``, ``creation_order`` and ``id_groups``, ``names``, ``events``, ``secret``;
   ``durations`` measures operations; ``record_changes`` saves changed records, and ``volume_records`` adds new volumes
-  and their snapshots; ``spec`` describes requests, and ``timeouts`` and ``mount_paths`` check parts of them;
+  and their snapshots; ``spec`` describes requests; ``timeouts`` and ``mount_paths`` check values;
   ``own_changes`` counts the changes of a run. In a fleet, ``name_claims`` reserves names beyond this host, and
   ``commit_gate`` delays commits.
 * Prerequisites of the primitives:
@@ -13,7 +13,8 @@ groups each group uses.
     * users of objects: ``references`` finds them, ``in_use`` creates the errors that name them.
     * removal: ``removal`` removes snapshots and volumes; ``collector`` finds unused ones, and the snapshots that a rule
       no longer keeps (``retention``); ``backoff`` delays retries. ``sandboxes`` removes committed sandboxes, and
-      ``template_builder`` the bases of templates; ``recovery`` removes what a crash has left of either.
+      ``template_builder`` the bases of templates; ``recovery`` removes the bases of interrupted builds, and
+      pause snapshots whose sandboxes are gone.
     * agents: ``agents``, ``agent_client``, ``guest_json``.
     * ``room``: refuses operations that would fill the host, and resumes machines that stalled on a full disk.
     * ``prewarm``: starts forks before they are requested. It is the only module other than
@@ -27,10 +28,11 @@ groups each group uses.
 * Operations that are built on the primitives: ``snapshots`` and ``lineage``, ``forks``, ``sandboxes``, ``templates``.
   Their steps: ``fork_plan``, ``mount_plan``, ``replacement``, ``divergence``, ``template_builder``, ``builds``,
   ``image_steps``; ``dockerfiles`` and ``build_context_patterns`` translate Dockerfiles to such steps.
-  `transfer.artifacts` pushes snapshots and templates to registries, and pulls them.
+* Snapshots and templates in registries: `transfer.artifacts`, which uses `transfer.transfers` and ``templates``.
 * Work that no request triggers: ``loads`` measures sandboxes; ``recovery`` runs at start-up; ``expiry``. Groups above
   also have such work, which `Engine.open` starts: ``prewarm``, ``room``, and the removal of files that
   ``build_files`` and `transfer.artifacts` no longer need.
 
-The package ``plans`` opens plan sessions for check mode. Each session is a second engine over a host without machines.
+The package ``plans`` contains plan sessions for check mode, which `api.app` creates. Each session is a second engine
+over a host without machines.
 """

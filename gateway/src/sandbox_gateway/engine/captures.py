@@ -88,6 +88,19 @@ class Captures:
             await save_sandbox(self._context, sandbox.id, head=snapshot.id)
         return snapshot
 
+    async def restore_head(self, sandbox: Sandbox, snapshot: Snapshot) -> None:
+        """Make the previous head the head of ``sandbox`` again, so that the capture ``snapshot`` can be collected."""
+        previous_head = self._index.get_any_snapshot(snapshot.id).parent
+        try:
+            await save_sandbox(self._context, sandbox.id, required_values={"head": snapshot.id}, head=previous_head)
+        except GatewayError as error:
+            log.warning(
+                "the previous head could not be restored",
+                sandbox=sandbox.id,
+                snapshot=snapshot.id,
+                reason=error.message,
+            )
+
     async def undo(self, id: str) -> None:
         """Remove a snapshot, if it was committed, after a later step of the operation has failed."""
         snapshot = self._index.snapshots.get(id)

@@ -45,11 +45,11 @@ log = Logger("engine")
 class Engine:
     """All operations, in groups. A group uses the groups that are passed to its constructor, and the ``Context``.
 
-    Four values are set after construction: ``use_name_claims`` and ``transfers.list_fleet_signers`` by the fleet and
-    by plan sessions, and ``durations.listener`` and ``durations.capture_listener`` by the API. Context variables carry
-    the values that belong to the current request instead of a group: ``start_slots.requester``,
-    ``own_changes.own_changes``, ``commit_gate.commit_gate``, ``plans.host.may_read_sources`` and
-    ``records.id_source``. ``durations`` keeps the current measurement in another.
+    Some values are set after construction: the name claims, ``index.listener`` and ``transfers.list_fleet_signers`` by
+    the fleet and by plan sessions, and ``durations.listener`` and ``durations.capture_listener`` by the API. A context
+    variable carries each value that belongs to a request: ``start_slots.requester``, ``own_changes.own_changes``,
+    ``commit_gate.commit_gate``, ``plans.host.may_read_sources`` and ``records.id_source``. ``durations`` keeps the
+    current measurement in another.
 
     The API layer uses the groups ``sandboxes``, ``forks``, ``snapshots``, ``templates``, ``build_files``,
     ``transfers``, ``artifacts``, ``volumes``, ``attachments`` and ``commands``. It also uses ``host``, ``config``,
@@ -113,7 +113,7 @@ class Engine:
         self._context.name_claims = claims
 
     def follow_fleet(self, engine: Engine) -> None:
-        """Check names and trust signers as ``engine`` does, of which this is the copy of a plan session."""
+        """This engine belongs to a plan session of ``engine``: check names and trust signers as ``engine`` does."""
         self._context.name_claims = PlannedNameClaims(engine._context.name_claims)
         self.transfers.list_fleet_signers = engine.transfers.list_fleet_signers
 

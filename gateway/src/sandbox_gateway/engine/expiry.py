@@ -1,4 +1,4 @@
-"""Watch the times at which sandboxes and snapshots expire."""
+"""Expire sandboxes and snapshots, apply retention rules, and retry failed removals."""
 
 from __future__ import annotations
 

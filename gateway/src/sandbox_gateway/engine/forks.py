@@ -19,7 +19,6 @@ from sandbox_gateway.engine.locking import Locking
 from sandbox_gateway.engine.machine_lifecycle import MachineLifecycle
 from sandbox_gateway.engine.mount_plan import MountPlanner
 from sandbox_gateway.engine.name_claims import NameClaim
-from sandbox_gateway.engine.record_changes import save_sandbox
 from sandbox_gateway.engine.references import References
 from sandbox_gateway.engine.room import RoomMonitor
 from sandbox_gateway.engine.spec import ForkSpec
@@ -133,21 +132,8 @@ class Forks:
             except BaseException:
                 # If the request was cancelled after the commit, the forks exist and still need the capture.
                 if not self._references.find_users(snapshot).sandboxes:
-                    await self._restore_head(sandbox, snapshot)
+                    await self._captures.restore_head(sandbox, snapshot)
                 raise
-
-    async def _restore_head(self, sandbox: Sandbox, snapshot: Snapshot) -> None:
-        """Make the previous head the head of ``sandbox`` again, so that the capture can be collected."""
-        previous_head = self._index.get_any_snapshot(snapshot.id).parent
-        try:
-            await save_sandbox(self._context, sandbox.id, required_values={"head": snapshot.id}, head=previous_head)
-        except GatewayError as error:
-            log.warning(
-                "the previous head could not be restored",
-                sandbox=sandbox.id,
-                snapshot=snapshot.id,
-                reason=error.message,
-            )
 
     async def _create_sandboxes(self, snapshot: Snapshot, spec: ForkSpec) -> list[Sandbox | GatewayError]:
         config = self._context.config

@@ -99,7 +99,7 @@ def create_in_use_error(
         return _build_in_use_error(*subject, users_by_noun, remedy, overrides)
     if is_busy:
         details = {"resource": resource, "users": [], "overrides": []}
-        return InUse(f"{description} is in use by another request. Try again later.", details=details)
+        return InUse(f"{description} is in use by a running request. Try again later.", details=details)
     return None
 
 

@@ -1,7 +1,7 @@
 """The in-memory index of all objects. It is built from a scan, and updated only after the host commits a change.
 
-There are two exceptions: an object leaves the index before the host removes it, so that no request uses it meanwhile,
-and returns if the removal fails. A machine that stopped on its own has no change to commit.
+There are two exceptions: a snapshot or volume leaves the index before the host removes it, so that no request uses it
+meanwhile, and returns if the removal fails. A machine that stopped on its own has no change to commit.
 """
 
 from __future__ import annotations

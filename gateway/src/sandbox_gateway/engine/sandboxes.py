@@ -149,8 +149,15 @@ class Sandboxes:
                 snapshot = self._captures.create_snapshot_record(sandbox, SnapshotKind.TRANSIENT)
                 await stack.enter_async_context(self._collector.pinned_then_collected(snapshot))
                 snapshot = await finish_despite_cancellation(self._captures.capture(sandbox, snapshot, memory=True))
-            async with self._locking.sandbox_locked(source.id) as sandbox:
-                return await self._rollback(sandbox, snapshot)
+            try:
+                async with self._locking.sandbox_locked(source.id) as sandbox:
+                    return await self._rollback(sandbox, snapshot)
+            except BaseException:
+                # If the request was cancelled after the commit, both sandboxes have the capture as their head.
+                result = self._index.sandboxes.get(source.id)
+                if result is None or result.head != snapshot.id:
+                    await self._captures.restore_head(fork, snapshot)
+                raise
 
     async def _rollback(self, sandbox: Sandbox, snapshot: Snapshot, *, cold_start: bool = False) -> Sandbox:
         return await self._replacement.replace(

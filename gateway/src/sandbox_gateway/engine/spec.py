@@ -56,7 +56,7 @@ class ForkSpec:
     mounts: list[MountSpec] | None = None
     """The mounts, in mount order. None: the mounts of the snapshot's source."""
     timeout: float | Unset | None = UNSET
-    """Lifetime in seconds. None: unlimited. UNSET: the host's default."""
+    """Timeout in seconds. None: no timeout. UNSET: the host's default."""
     on_timeout: OnTimeout = OnTimeout.KILL
     auto_resume: bool = False
     idempotency_key: str = ""

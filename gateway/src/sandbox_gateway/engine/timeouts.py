@@ -15,7 +15,8 @@ _MAX_TIMEOUT_SECONDS = 100 * 366 * 86400
 def compute_end_time(timeout: float | Unset | None, config: Config) -> datetime | None:
     """Return the time at which a timeout of ``timeout`` seconds ends, or None if it never ends.
 
-    ``timeout``: UNSET means the host's default, and None means no timeout. Raises Invalid if it is out of range.
+    ``timeout``: UNSET means the host's default (in the configuration, 0 means no limit), None means no timeout, and 0
+    means now. Raises Invalid if it is out of range.
     """
     if isinstance(timeout, Unset):
         timeout = config.limits.timeout_seconds or None

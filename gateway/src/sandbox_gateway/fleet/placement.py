@@ -111,9 +111,7 @@ def _place_on(hosts: Sequence[str], rooms: Mapping[str, int], reasons: Mapping[s
     shares = dict(Counter(hosts))
     if unsuitable := [host for host in shares if host not in rooms]:
         details = {host: reasons.get(host) or "it does not have the snapshot" for host in unsuitable}
-        raise Conflict(
-            f"a host cannot run the sandboxes placed on it: {_describe(details)}. Change the placement"
-        )
+        raise Conflict(f"a host cannot run the sandboxes placed on it: {_describe(details)}. Change the placement")
     if full := {host: f"room for {rooms[host]} of {count}" for host, count in shares.items() if rooms[host] < count}:
         raise NoSpace(
             f"a host has no room for its sandboxes: {_describe(full)}. Delete or pause sandboxes, or request fewer"

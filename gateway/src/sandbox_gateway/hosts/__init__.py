@@ -7,8 +7,8 @@ job:
     running machines                  machines, qemu                        runner, machine_register, watcher,
                                                                             jail.jails, jail.identity
     limits of machines                cgroup                                jail.rctl
-    disks and records                 image, record_files                   disks, storage
-    capture                           capture, memory, image.snapshots,     disks, storage.snapshots, volumes
+    disks and records                 files, record_files                   disks, storage
+    capture                           capture, memory, files.snapshots,     disks, storage.snapshots, volumes
                                       volumes.pending_snapshots
     network of a sandbox              network                               network
     volumes                           volumes                               volumes, jail.mounts, jail.suspension
@@ -19,7 +19,7 @@ job:
     scan at start-up                  recovery, quarantine                  recovery
     commits that survive crashes      commit_protocol                       storage
     external commands and processes   process_checks, bounded_log           commands, retries, jail.holders
-    disk usage, and free memory       image, host_memory                    disk_usage, host_memory
+    disk usage, and free memory       files, host_memory                    disk_usage, host_memory
 
 Both kinds share ``state_root`` (its creation), ``rootfs_common`` and ``guest_digest`` (templates), ``network_policy``
 (egress rules, name servers), ``import_check`` (imports), ``threads`` (blocking work), and ``tree_removal``. The engine

@@ -326,7 +326,7 @@ class Host(Protocol):
         """
 
     async def room(self) -> Room:
-        """Return the space on the disk that stores this host's state, and the host's memory."""
+        """Return the size and the free space of the disk that stores this host's state, and of the host's memory."""
 
     def storage_commands(self) -> StorageCommands | None:
         """Return the state of the host's storage commands, or None if this kind of host has none. Does not block."""

@@ -1,8 +1,8 @@
 """Open the gateway's connections to its sandboxes.
 
-Agents accept requests from the host without a token, because only the gateway can connect to them from the host: the
-firewall accepts only marked connections (`kvm_xfs/network/rules`), and marking one requires CAP_NET_ADMIN. So all
-connections from the gateway to sandboxes are opened here.
+On `kvm_xfs`, agents accept requests from the host without a token, because only the gateway can connect to them from
+the host: the firewall accepts only marked connections (`kvm_xfs/network/rules`), and marking one requires
+CAP_NET_ADMIN. So all connections from the gateway to sandboxes are opened here.
 """
 
 from __future__ import annotations

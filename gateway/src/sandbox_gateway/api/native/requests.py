@@ -236,7 +236,7 @@ class ForkBody(Sizes):
 
     refused_fields: ClassVar[Mapping[str, Refusal]] = {
         "autoPauseMemory": Refusal(
-            "because a sandbox that is paused at its timeout always keeps its memory: omit this field",
+            "because a timeout always pauses a sandbox with its memory, if the host captures memory: omit this field",
             accepted_values=(True,),
         ),
         "iam": Refusal("because sandboxes have no workload identities: omit this field"),

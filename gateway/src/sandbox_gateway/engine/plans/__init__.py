@@ -1,4 +1,4 @@
-"""Plan sessions, which determine what a playbook run would do, without doing it. The API creates them, not the engine.
+"""Plan sessions, which determine what a playbook run would do, without doing it. `api.app` creates them.
 
 A session is an engine of its own. Its index begins as a copy of the gateway's (``sessions``), and its host keeps
 everything in memory (``host``), so the rules that a session applies are those of a real run. ``room`` computes how much

@@ -1,8 +1,6 @@
 """Implement the interface of hosts.base with virtual machines on reflinked files.
 
-Other modules do the work: `recovery` scans at start-up, `machines` and `qemu` run machines, `capture` captures
-them, with the pages that `memory` lists, `network` provides slots, `image` stores disks, `template` builds disks from
-recipes, `volumes` serves volumes.
+Other modules do the work (see the overview in ``__init__``).
 """
 
 from __future__ import annotations

@@ -294,7 +294,9 @@ def check_member(member: tarfile.TarInfo) -> list[str]:
             f"contains the device {name}: remove it from the image, because the sandbox's kernel creates its devices"
         )
     if member.type == _SPARSE_TYPE:
-        raise LayerProblem(f"contains the sparse file {name}: build the image with a tool that stores whole files")
+        raise LayerProblem(
+            f"contains the sparse file {name}: build the image with a tool that does not store sparse files"
+        )
     if not (member.isreg() or member.isdir() or member.issym() or member.islnk() or member.isfifo()):
         raise LayerProblem(f"contains {name}, an entry of an unknown type ({member.type!r}): build the image again")
     if not parts and not member.isdir():
