@@ -352,6 +352,26 @@ def test_a_newer_build_backend_is_not_used(mirror: Mirror, host: Host, attack: A
     )
 
 
+def test_builds_can_run_the_installed_build_tools(host: Host) -> None:
+    """Packages with maturin run its program, which pip finds only on the PATH, because build isolation is off."""
+    fake_python, log = host.directory / "python", host.directory / "paths"
+    fake_python.write_text(
+        f'#!/bin/sh\nfor venv; do :; done\nmkdir -p "$venv/bin"\n'
+        f'printf \'#!/bin/sh\\necho "$PATH" >>{log}\\n\' >"$venv/bin/python"\n'
+        'chmod +x "$venv/bin/python"\n'
+    )
+    fake_python.chmod(0o755)
+    host.variables["gateway_python"] = str(fake_python)
+    result = host.install()
+    assert result.returncode == 0, result.stdout
+    *dependency_paths, _ = log.read_text().splitlines()
+    assert dependency_paths
+    for path in dependency_paths:
+        first, *others = path.split(":")
+        assert first == str(host.install_directory / "venv" / "bin")
+        assert "/usr/local/bin" in others, "cargo is there on FreeBSD"
+
+
 @pytest.mark.slow
 def test_a_changed_gateway_package_is_not_built(host: Host, attack: Attack) -> None:
     """The program that creates the virtual environment replaces the package after the role has copied it."""
@@ -406,3 +426,29 @@ def test_dev_does_not_use_a_newer_build_backend(mirror: Mirror, checkout: Path, 
 def _run_dev(checkout: Path, mirror: Mirror) -> subprocess.CompletedProcess[str]:
     """Run `./dev test unit`, which first creates .venv. The checkout contains no tests."""
     return _run_installer([str(checkout / "dev"), "test", "unit"], dict(os.environ), PIP_INDEX_URL=mirror.url)
+
+
+def test_the_commands_that_install_forkd_use_only_pinned_packages(
+    mirror: Mirror, tmp_path: Path, attack: Attack
+) -> None:
+    mirror.files["setuptools-9999-py3-none-any.whl"] = attack.make_build_backend()
+    collection = tmp_path / ".ansible" / "collections" / "ansible_collections" / "grove" / "sandbox"
+    shutil.copytree(
+        GATEWAY_DIRECTORY,
+        collection / "gateway",
+        ignore=shutil.ignore_patterns("*.egg-info", "__pycache__", "build", "sandbox_*"),
+    )
+    shutil.copytree(
+        GATEWAY_DIRECTORY / "extras" / "forkd",
+        collection / "gateway" / "extras" / "forkd",
+        ignore=shutil.ignore_patterns("*.egg-info", "__pycache__", "build"),
+        dirs_exist_ok=True,
+    )
+    page = (session.REPOSITORY / "docs" / "forkd.md").read_text()
+    (commands,) = (block for block in re.findall(r"```sh\n(.*?)```", page, re.DOTALL) if "pip install" in block)
+    environment = {"HOME": str(tmp_path), "PATH": "/usr/bin:/bin", "PIP_INDEX_URL": mirror.url}
+    result = _run_installer(["sh", "-ec", f"{commands}\nforkd --help"], {}, **environment)
+    assert not attack.has_succeeded
+    assert result.returncode == 0, result.stderr
+    assert "usage: forkd" in result.stdout
+    assert mirror.requested_projects <= {_parse_project(name) for name in mirror.files}

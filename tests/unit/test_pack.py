@@ -21,6 +21,8 @@ TOP_LEVEL_FILES = (
     "requirements-build.txt",
     "requirements-fleet.txt",
     "requirements-maturin.txt",
+    "requirements-transfer-build.txt",
+    "requirements-transfer.txt",
     "requirements.txt",
     "sbom.cdx.json",
 )

@@ -24,6 +24,7 @@ PIN_FILES = sorted(
     [
         *(REPOSITORY / "requirements").glob("*.txt"),
         *GATEWAY_DIRECTORY.glob("requirements*.txt"),
+        GATEWAY_DIRECTORY / "extras" / "forkd" / "requirements.txt",
         REPOSITORY / "meta" / "execution-environment.txt",
     ]
 )
@@ -86,6 +87,78 @@ def test_the_requirements_satisfy_the_gateway_package() -> None:
     for text in [*project["project"]["dependencies"], *project["build-system"]["requires"]]:
         requirement = Requirement(text)
         assert requirement.specifier.contains(pins[canonicalize_name(requirement.name)].version), text
+
+
+def test_the_requirements_satisfy_the_forkd_package() -> None:
+    directory = GATEWAY_DIRECTORY / "extras" / "forkd"
+    project = tomllib.loads((directory / "pyproject.toml").read_text())
+    pins = {pin.name: pin for pin in sbom.read_pins(directory / "requirements.txt")}
+    for text in project["project"]["dependencies"]:
+        requirement = Requirement(text)
+        assert requirement.specifier.contains(pins[canonicalize_name(requirement.name)].version), text
+    build_pins = {f"{pin.name}=={pin.version}" for pin in sbom.read_pins(GATEWAY_DIRECTORY / "requirements-build.txt")}
+    assert set(project["build-system"]["requires"]) <= build_pins
+
+
+def test_freebsd_can_export_with_the_packages_of_linux() -> None:
+    """The lists satisfy the dependencies that pyproject.toml names for Linux only, because FreeBSD compiles them."""
+    project = tomllib.loads((GATEWAY_DIRECTORY / "pyproject.toml").read_text())
+    requirements = {canonicalize_name(Requirement(text).name): text for text in project["project"]["dependencies"]}
+    pins = {pin.name: pin for pin in sbom.read_pins(GATEWAY_DIRECTORY / "requirements-transfer.txt")}
+    for name in ("cryptography", "zstandard"):
+        assert Requirement(requirements[name]).specifier.contains(pins[name].version), name
+    build_pins = {pin.name for pin in sbom.read_pins(GATEWAY_DIRECTORY / "requirements-transfer-build.txt")}
+    assert "cffi" in build_pins, "both packages need cffi while they are built"
+
+
+_INSTALL_COMMAND = re.compile(r"\b(?:pip[\d.]*|pipx|uv pip|uv tool) +(?:install|download|wheel|run)\b[^|;&]*")
+
+
+def find_install_commands(text: str) -> list[str]:
+    """Return the commands in a Markdown text that install Python packages, without the path of the program.
+
+    The commands are lines of code blocks, or inline code.
+    """
+    blocks = re.findall(r"^```\w*\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
+    lines = [line for block in blocks for line in block.replace("\\\n", " ").splitlines()]
+    prose = re.sub(r"^```\w*\n.*?^```$", "", text, flags=re.MULTILINE | re.DOTALL)
+    spans = [" ".join(span.split()) for span in re.findall(r"`([^`]+)`", prose)]
+    return [match[0].strip() for code in lines + spans for match in _INSTALL_COMMAND.finditer(code)]
+
+
+def installs_only_pinned_packages(command: str) -> bool:
+    """Return whether pip checks the hashes of all files that it downloads, or downloads none."""
+    options = set(command.split())
+    if {"--no-index", "--no-deps", "--no-build-isolation"} <= options:
+        return True
+    return "--require-hashes" in options and bool({"--no-build-isolation", "--only-binary=:all:"} & options)
+
+
+def test_documented_commands_install_pinned_packages() -> None:
+    """The section about suppliers in security.md names the exceptions."""
+    _, _, section = (REPOSITORY / "docs" / "security.md").read_text().partition("## A supplier of packages\n")
+    exceptions = set(find_install_commands(section.partition("\n## ")[0]))
+    folders = ("docs", "gateway", "requirements", "roles", "playbooks", "benchmarks", "tests")
+    pages = [*REPOSITORY.glob("*.md"), *(page for folder in folders for page in (REPOSITORY / folder).rglob("*.md"))]
+    commands = {
+        command for page in pages if page.name != "security.md" for command in find_install_commands(page.read_text())
+    }
+    assert {command for command in commands if not installs_only_pinned_packages(command)} == exceptions
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "```sh\nvenv/bin/pip install \\\n    package\n```\n",
+        "Run `python3 -m pip install\n'package>=1,<2'` first.",
+        "```console\n$ cd x && pip3 install --require-hashes -r list.txt\n```\n",
+        "`pip install --no-index ./package`",
+        "`pipx install package`",
+    ],
+)
+def test_a_command_without_hashes_is_detected(text: str) -> None:
+    (command,) = find_install_commands(text)
+    assert not installs_only_pinned_packages(command)
 
 
 @pytest.mark.parametrize("host", sbom.HOSTS, ids=lambda host: host["sys_platform"])
