@@ -317,7 +317,9 @@ def test_a_mount_error_lists_the_holder(
         with pytest.raises(Busy) as error_info:
             runner.do(runner.engine.sandboxes.resume("held"))
         holder = f"the dying jail {sandbox.host['jail']}"
-        assert f"({dataset}) cannot be mounted: it is in use by {holder}." in error_info.value.message
+        assert error_info.value.message == (
+            f"the dataset {dataset} is busy: it is in use by {holder}. Stop what uses it, then try again"
+        )
     set_knob("dying", "0")
     monkeypatch.undo()
     runner.do(runner.engine.sandboxes.resume("held"))
@@ -345,7 +347,8 @@ def test_a_removal_warning_lists_the_holder(
         for record in caplog.records
         if record.getMessage() == "a sandbox's file system cannot be removed yet and will be removed later"
     ]
-    assert [each["holders"] for each in warning_fields] == [f"it is in use by the process sleep (pid {holder.pid})"]
+    (reason,) = [each["reason"] for each in warning_fields]
+    assert f"is busy: it is in use by the process sleep (pid {holder.pid})." in reason
     wait_until(lambda: jail_zfs_world.read_traces(runner.config) == traces_before, 20)
 
 

@@ -29,6 +29,7 @@ from sandbox_gateway.hosts.jail_zfs.storage.root import RootDataset
 from sandbox_gateway.hosts.jail_zfs.storage.slow_commands import list_slow_commands
 from sandbox_gateway.hosts.jail_zfs.storage.snapshot_names import SnapshotNames
 from sandbox_gateway.hosts.jail_zfs.storage.zfs_errors import translated_errors
+from sandbox_gateway.hosts.jail_zfs.storage_calls import StorageCalls
 from sandbox_gateway.hosts.jail_zfs.volumes import JailVolumes
 from sandbox_gateway.hosts.threads import run_in_thread
 from sandbox_gateway.log import Logger
@@ -268,11 +269,13 @@ def test_a_removal_whose_command_is_hung_is_repeated(monkeypatch: pytest.MonkeyP
         return parts.attempts
 
     def discard(parts: Any, background: BackgroundTasks) -> Awaitable[None]:
-        return Disks(parts, parts, parts, background).discard("one")
+        return Disks(parts, StorageCalls(parts, parts), parts, background).discard("one")
 
     def remove(parts: Any, background: BackgroundTasks) -> Awaitable[None]:
         parts.volumes = parts.volume_snapshots = parts
-        return JailVolumes(parts, parts, parts, parts, background).remove(Volume(name="v", size_mb=64))
+        return JailVolumes(parts, StorageCalls(parts, parts), parts, parts, parts, background).remove(
+            Volume(name="v", size_mb=64)
+        )
 
     assert asyncio.run(run_scenario(discard)) == ["one", "one"]
     assert len(asyncio.run(run_scenario(remove))) == 2

@@ -5,17 +5,19 @@ from __future__ import annotations
 import errno
 import os
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
 from sandbox_gateway.errors import BackendFailed, NoSpace
 from sandbox_gateway.hosts.base import SnapshotPart
 from sandbox_gateway.hosts.jail_zfs import transfer
+from sandbox_gateway.hosts.jail_zfs.storage_calls import StorageCalls
 
 
 def _create_target(directory: Path) -> transfer.StreamTarget:
-    return transfer.StreamTarget(directory, receive=lambda descriptor: None, discard=lambda: None)
+    calls = StorageCalls(cast("Any", None), cast("Any", None))
+    return transfer.StreamTarget(directory, calls, receive=lambda descriptor: None, discard=lambda: None)
 
 
 @pytest.mark.parametrize(

@@ -18,7 +18,8 @@ job:
     export and import of volumes      volumes.image_import, part_files      transfer, storage.volume_streams
     scan at start-up                  recovery, quarantine                  recovery
     commits that survive crashes      commit_protocol                       storage
-    external commands and processes   process_checks, bounded_log           commands, retries, jail.holders
+    external commands and processes   process_checks, bounded_log           commands, retries, storage_calls,
+                                                                            jail.holders
     disk usage, and free memory       files, host_memory                    disk_usage, host_memory
 
 Both kinds share ``state_root`` (its creation), ``rootfs_common`` and ``guest_digest`` (templates), ``network_policy``

@@ -8,10 +8,12 @@
     ``machine_register``  lists the running machines and reserves their addresses
     ``watcher``           detects jails that stop on their own
     ``disks``             clones, mounts, captures and removes the file systems of sandboxes, saves their records, and
-                          saves, names and removes their snapshots, using ``storage``, ``retries``,
-                          `jail.mounts` and `jail.holders`
+                          saves, names and removes their snapshots, using ``storage_calls``, ``retries`` and
+                          `jail.mounts`
     ``volumes``           creates, captures and attaches volumes, and suspends jails during a capture that is not
-                          atomic, using ``storage``, ``retries``, `jail.mounts` and `jail.suspension`
+                          atomic, using ``storage_calls``, ``retries``, `jail.mounts` and `jail.suspension`
+    ``storage_calls``     runs methods of ``storage`` in threads, and names what uses a dataset that is busy, using
+                          `jail.holders`
     ``retries``           retries the removal of file systems that are in use
     ``disk_usage``        measures the disk space of sandboxes and snapshots
     ``host_memory``       reads the host's free memory
@@ -29,7 +31,7 @@ A module imports only modules below it in this list (tests/lint/imports.toml). `
     recovery, watcher
     runner
     disks, volumes
-    machine_register, retries
+    machine_register, retries, storage_calls
     disk_usage, host_memory, linux_images, jail, network, storage
     commands
 """

@@ -58,6 +58,7 @@ from sandbox_gateway.hosts.jail_zfs.recovery import JailRecovery
 from sandbox_gateway.hosts.jail_zfs.runner import END_REASON, JailRunner
 from sandbox_gateway.hosts.jail_zfs.storage.slow_commands import list_slow_commands
 from sandbox_gateway.hosts.jail_zfs.storage.storage import ZfsStorage
+from sandbox_gateway.hosts.jail_zfs.storage_calls import StorageCalls
 from sandbox_gateway.hosts.jail_zfs.volumes import JailVolumes
 from sandbox_gateway.hosts.jail_zfs.watcher import JailWatcher
 from sandbox_gateway.hosts.state_root import create_state_root
@@ -109,9 +110,10 @@ class JailZfsHost:
         mounts = JailMounts(self._run, table, self._background)
         suspension = JailSuspension(self._jails, state_root)
         # operations
-        self._disks = Disks(self._storage, Holders(self._run, self._jails, table), mounts, self._background)
+        self._calls = StorageCalls(self._storage.root, Holders(self._run, self._jails, table))
+        self._disks = Disks(self._storage, self._calls, mounts, self._background)
         self._disk_usage = DiskUsage()
-        self._volumes = JailVolumes(self._storage, self._register, mounts, suspension, self._background)
+        self._volumes = JailVolumes(self._storage, self._calls, self._register, mounts, suspension, self._background)
         self._runner = JailRunner(
             self._register, self._jails, self._identities, self._limits, self._network, mounts, self._volumes
         )
@@ -123,7 +125,7 @@ class JailZfsHost:
     async def open(self) -> None:
         root = self._config.host.state_root
         create_state_root(root)
-        for note in await run_in_thread(self._storage.open):
+        for note in await self._calls.run(self._storage.open):
             log.warning("storage", what=note)
         try:
             for path in (root, self._storage.root.mountpoint):
@@ -138,7 +140,7 @@ class JailZfsHost:
             if (await self._run("sysctl", "-n", "net.inet.ip.forwarding")).strip() != "1":
                 await self._run("sysctl", "net.inet.ip.forwarding=1")
         except BaseException:
-            await run_in_thread(self._storage.close)
+            await self._calls.run(self._storage.close)
             raise
         self._is_open = True
 
@@ -153,7 +155,7 @@ class JailZfsHost:
         except GatewayError as error:
             log.warning("the bridge or the packet filter's rules could not be removed", reason=error.message)
         self._register.clear()
-        await run_in_thread(self._storage.close)
+        await self._calls.run(self._storage.close)
 
     async def scan(self) -> Scan:
         scan = await self._recovery.scan()
@@ -166,7 +168,7 @@ class JailZfsHost:
 
     async def room(self) -> Room:
         (disk_free, disk_total), memory = await asyncio.gather(
-            run_in_thread(self._storage.measure_space), read_memory(self._run)
+            self._calls.run(self._storage.measure_space), read_memory(self._run)
         )
         return Room(disk_free, disk_total, *memory)
 
@@ -211,7 +213,7 @@ class JailZfsHost:
             builds.append(asyncio.run_coroutine_threadsafe(rootfs.build_rootfs(recipe, root, log), loop))
             builds[0].result()
 
-        creation_task = asyncio.ensure_future(run_in_thread(self._storage.snapshots.create_base, base, fill))
+        creation_task = asyncio.ensure_future(self._calls.run(self._storage.snapshots.create_base, base, fill))
         try:
             await asyncio.shield(creation_task)
         except asyncio.CancelledError:
@@ -302,14 +304,14 @@ class JailZfsHost:
         return ""
 
     async def find_export_bases(self, snapshot: Snapshot) -> Mapping[str, int]:
-        return await run_in_thread(self._storage.streams.find_export_bases, snapshot.id)
+        return await self._calls.run(self._storage.streams.find_export_bases, snapshot.id)
 
     async def open_snapshot(
         self, snapshot: Snapshot, *, memory: bool, base_id: str = "", resume_token: str = ""
     ) -> SnapshotSource:
         streams = self._storage.streams
         return await finish_despite_cancellation(
-            run_in_thread(
+            self._calls.run(
                 transfer.open_source,
                 self._config.host.state_root,
                 self._reserve_bytes,
@@ -330,7 +332,7 @@ class JailZfsHost:
             )
 
     async def find_import_bases(self, guid: int, origin_id: str) -> Sequence[str]:
-        return await run_in_thread(self._storage.streams.find_by_guid, guid)
+        return await self._calls.run(self._storage.streams.find_by_guid, guid)
 
     async def begin_import(
         self,
@@ -351,6 +353,7 @@ class JailZfsHost:
             )
         target = transfer.StreamTarget(
             self._config.host.state_root,
+            self._calls,
             receive=partial(self._storage.streams.receive, snapshot, base=base),
             discard=partial(self._storage.streams.discard, snapshot),
             on_commit=partial(self._disks.add_snapshot, snapshot),
@@ -388,7 +391,7 @@ class JailZfsHost:
     async def open_volume_snapshot(self, snapshot: VolumeSnapshot) -> PartSource:
         streams = self._storage.volume_streams
         return await finish_despite_cancellation(
-            run_in_thread(
+            self._calls.run(
                 transfer.open_source,
                 self._config.host.state_root,
                 self._reserve_bytes,
@@ -403,6 +406,7 @@ class JailZfsHost:
     async def begin_volume_import(self, volume: Volume, part: SnapshotPart, size: int) -> ImportTarget:
         target = transfer.StreamTarget(
             self._config.host.state_root,
+            self._calls,
             receive=partial(self._storage.volume_streams.receive, volume),
             discard=partial(self._storage.volume_streams.discard, volume),
         )

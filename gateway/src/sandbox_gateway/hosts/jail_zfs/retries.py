@@ -14,16 +14,20 @@ _MAX_ATTEMPTS = 20
 _RETRY_SECONDS = 3.0
 
 
-async def retry_later(change: Callable[[], object], mounts: JailMounts, mount_filter: MountFilter) -> bool:
+async def retry_later(
+    change: Callable[[], object], mounts: JailMounts, mount_filter: MountFilter
+) -> GatewayError | None:
     """Wait until no mount that matches ``mount_filter`` is stuck, then call ``change`` in a thread until it succeeds.
 
-    Returns False if it still fails after about a minute.
+    Returns the last error if it still fails after about a minute.
     """
+    last_error: GatewayError | None = None
     await mounts.wait_until_unmounted(mount_filter)
     for _ in range(_MAX_ATTEMPTS):
         try:
             await finish_despite_cancellation(run_in_thread(change))
-            return True
-        except GatewayError:
+            return None
+        except GatewayError as error:
+            last_error = error
             await asyncio.sleep(_RETRY_SECONDS)
-    return False
+    return last_error

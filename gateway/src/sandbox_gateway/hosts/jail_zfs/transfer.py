@@ -23,6 +23,7 @@ from zfs_core.stream_format import RECORD_BYTES, parse_begin_record
 from sandbox_gateway.errors import BackendFailed, GatewayError, NoSpace, Timeout
 from sandbox_gateway.hosts.base import ImportBase, SnapshotPart, StreamEncoding
 from sandbox_gateway.hosts.jail_zfs.storage.snapshot_streams import check_stream
+from sandbox_gateway.hosts.jail_zfs.storage_calls import StorageCalls
 from sandbox_gateway.hosts.os_errors import translated_os_errors
 from sandbox_gateway.hosts.positional_writes import write_all
 from sandbox_gateway.hosts.threads import run_in_thread
@@ -89,12 +90,14 @@ class StreamTarget:
     def __init__(
         self,
         directory: Path,
+        calls: StorageCalls,
         *,
         receive: Callable[[int], None],
         discard: Callable[[], None],
         on_commit: Callable[[], None] = lambda: None,
     ) -> None:
         self._directory = directory
+        self._calls = calls
         self._receive = receive
         self._discard = discard
         self._on_commit = on_commit
@@ -112,7 +115,7 @@ class StreamTarget:
             write_all(self._file.fileno(), data, offset)
 
     async def commit(self) -> None:
-        await finish_despite_cancellation(run_in_thread(self._receive_file))
+        await finish_despite_cancellation(self._calls.run(self._receive_file))
         self._on_commit()
 
     def _receive_file(self) -> None:
@@ -205,6 +208,7 @@ class ReceivingTarget:
             check_stream(None)
         else:
             self._pipe.close()
+        # Nothing uses this dataset, because it is never mounted.
         self._receiver.complete(self._snapshot)
 
     async def suspend(self) -> str:

@@ -21,7 +21,7 @@ from sandbox_gateway.hosts.jail_zfs.jail.suspension import JailSuspension
 from sandbox_gateway.hosts.jail_zfs.machine_register import Machine, MachineRegister
 from sandbox_gateway.hosts.jail_zfs.retries import retry_later
 from sandbox_gateway.hosts.jail_zfs.storage.storage import ZfsStorage
-from sandbox_gateway.hosts.threads import run_in_thread
+from sandbox_gateway.hosts.jail_zfs.storage_calls import StorageCalls
 from sandbox_gateway.log import Logger
 from sandbox_gateway.records import Mount, Sandbox, Volume, VolumeSnapshot
 from sandbox_gateway.tasks import BackgroundTasks, finish_despite_cancellation
@@ -33,6 +33,7 @@ class JailVolumes:
     def __init__(
         self,
         storage: ZfsStorage,
+        calls: StorageCalls,
         register: MachineRegister,
         mounts: JailMounts,
         suspension: JailSuspension,
@@ -40,6 +41,7 @@ class JailVolumes:
     ) -> None:
         self._volume_storage = storage.volumes
         self._snapshots = storage.volume_snapshots
+        self._calls = calls
         self._register = register
         self._mounts = mounts
         self._suspension = suspension
@@ -49,11 +51,11 @@ class JailVolumes:
 
     async def create(self, volume: Volume, source: VolumeSnapshot | None = None) -> None:
         await finish_despite_cancellation(
-            run_in_thread(self._volume_storage.create, volume, source.id if source else None)
+            self._calls.run(self._volume_storage.create, volume, source.id if source else None)
         )
 
     async def grow(self, volume: Volume, size_mb: int) -> None:
-        await finish_despite_cancellation(run_in_thread(self._volume_storage.grow, volume, size_mb))
+        await finish_despite_cancellation(self._calls.run(self._volume_storage.grow, volume, size_mb))
         volume.size_mb = size_mb
 
     async def remove(self, volume: Volume) -> None:
@@ -61,11 +63,11 @@ class JailVolumes:
 
         Retries in the background while the datasets are in use, or if a command hangs.
         """
-        await finish_despite_cancellation(run_in_thread(self._volume_storage.commit_removal, volume.id))
+        await finish_despite_cancellation(self._calls.run(self._volume_storage.commit_removal, volume.id))
         try:
-            if self._mounts.describe_stuck_mounts(self._create_mount_filter(volume.id)):
-                raise Busy("a mount of the volume is stuck")
-            await finish_despite_cancellation(run_in_thread(self._volume_storage.finish_removal, volume.id))
+            if reasons := self._mounts.describe_stuck_mounts(self._create_mount_filter(volume.id)):
+                raise Busy("; ".join(reasons))
+            await finish_despite_cancellation(self._calls.run(self._volume_storage.finish_removal, volume.id))
         except (Busy, Timeout) as error:
             log.warning(
                 "a volume cannot be removed yet and will be removed later", volume=volume.id, reason=error.message
@@ -73,20 +75,23 @@ class JailVolumes:
             self._background.start(self._retry(volume.id, "removed", self._volume_storage.finish_removal))
 
     async def state(self, volume: Volume) -> VolumeState:
-        used_bytes = await run_in_thread(self._volume_storage.count_used_bytes, volume.id)
+        used_bytes = await self._calls.run(self._volume_storage.count_used_bytes, volume.id)
         return VolumeState(used_bytes, self._mounts.describe_stuck_mounts(self._create_mount_filter(volume.id)))
 
     async def capture(self, snapshot: VolumeSnapshot) -> None:
-        await finish_despite_cancellation(run_in_thread(self._snapshots.capture, snapshot))
+        await finish_despite_cancellation(self._calls.run(self._snapshots.capture, snapshot))
 
     async def remove_snapshot(self, snapshot: VolumeSnapshot) -> None:
         with contextlib.suppress(NotFound):  # an administrator may have used `zfs destroy`
-            await finish_despite_cancellation(run_in_thread(self._snapshots.destroy, snapshot.id))
+            await finish_despite_cancellation(self._calls.run(self._snapshots.destroy, snapshot.id))
 
     async def _retry(self, volume_id: str, action: str, change: Callable[[str], object]) -> None:
-        if not await retry_later(partial(change, volume_id), self._mounts, self._create_mount_filter(volume_id)):
+        error = await retry_later(partial(change, volume_id), self._mounts, self._create_mount_filter(volume_id))
+        if error is not None:
             log.error(
-                f"a volume could not be {action}; the gateway will try again when it next starts", volume=volume_id
+                f"a volume could not be {action}; the gateway will try again when it next starts",
+                volume=volume_id,
+                reason=(await self._calls.explain(error)).message,
             )
 
     def _create_mount_filter(self, volume_id: str) -> MountFilter:
@@ -101,7 +106,7 @@ class JailVolumes:
         If ZFS cannot take several snapshots atomically on this host, suspends the jails that can write to the sandbox
         or the volumes.
         """
-        is_atomic = not volumes or (await run_in_thread(zfs_core.detect_capabilities)).atomic_snapshots
+        is_atomic = not volumes or (await self._calls.run(zfs_core.detect_capabilities)).atomic_snapshots
         jails = [] if is_atomic else await self._find_writers(sandbox, {each.volume for each in volumes})
         async with self._suspension.suspended(jails):
             yield
@@ -130,8 +135,8 @@ class JailVolumes:
         await finish_despite_cancellation(self._rollback(volume, snapshot))
 
     async def _rollback(self, volume: Volume, snapshot: VolumeSnapshot) -> None:
-        old_path = await run_in_thread(self._volume_storage.mount, volume.id)
-        dataset = await run_in_thread(self._volume_storage.begin_rollback, volume, snapshot.id)
+        old_path = await self._calls.run(self._volume_storage.mount, volume.id)
+        dataset = await self._calls.run(self._volume_storage.begin_rollback, volume, snapshot.id)
         try:
             mounts = [
                 (machine, mount) for machine, mount in await self._list_mounts() if mount.special == str(old_path)
@@ -139,7 +144,7 @@ class JailVolumes:
             async with self._suspension.suspended(machine.jail for machine, _ in mounts):
                 await self._swap_mounts(volume.id, mounts, self._volume_storage.path(dataset), old_path)
                 try:
-                    await run_in_thread(self._volume_storage.commit_rollback, volume, dataset)
+                    await self._calls.run(self._volume_storage.commit_rollback, volume, dataset)
                 except BaseException:
                     await self._restore_mounts(volume.id, mounts, old_path)
                     raise
@@ -178,7 +183,7 @@ class JailVolumes:
     async def _retire_former_datasets(self, volume_id: str) -> None:
         """Retire former and abandoned datasets of the volume. Retries in the background while they are in use."""
         try:
-            await run_in_thread(self._volume_storage.retire_former_datasets, volume_id)
+            await self._calls.run(self._volume_storage.retire_former_datasets, volume_id)
         except GatewayError as error:
             log.warning(
                 "a former dataset of a volume is still in use and will be retired later",
@@ -191,7 +196,7 @@ class JailVolumes:
 
     async def attach(self, sandbox: Sandbox, mount: Mount) -> None:
         machine = self._register.require_running(sandbox)
-        source = await run_in_thread(self._volume_storage.mount, mount.volume)
+        source = await self._calls.run(self._volume_storage.mount, mount.volume)
         async with self._suspension.suspended([machine.jail]):
             await self._mounts.mount(machine.root, source, mount)
 
@@ -210,7 +215,7 @@ class JailVolumes:
             if not self._volume_storage.is_known(mount.volume):
                 log.warning("a volume was not mounted because it is missing", sandbox=sandbox.id, volume=mount.volume)
                 continue
-            source = await run_in_thread(self._volume_storage.mount, mount.volume)
+            source = await self._calls.run(self._volume_storage.mount, mount.volume)
             await self._mounts.mount(machine.root, source, mount)
 
     # -- at start-up ------------------------------------------------------------------------------------------------
@@ -223,7 +228,7 @@ class JailVolumes:
             if machine := self._register.get(sandbox.instance):
                 existing_mounts = [mount for owner, mount in all_mounts if owner is machine]
                 notes += await self._reconcile(sandbox, machine, existing_mounts)
-        return notes + await run_in_thread(self._volume_storage.sweep)
+        return notes + await self._calls.run(self._volume_storage.sweep)
 
     async def _reconcile(self, sandbox: Sandbox, machine: Machine, existing_mounts: Sequence[MountEntry]) -> list[str]:
         """Make the mounts in a machine match its sandbox's record. Volumes with unreadable records stay mounted."""
@@ -246,7 +251,7 @@ class JailVolumes:
         async with self._suspension.suspended([machine.jail] if missing_mounts else []):
             for each in missing_mounts:
                 try:
-                    source = await run_in_thread(self._volume_storage.mount, each.volume)
+                    source = await self._calls.run(self._volume_storage.mount, each.volume)
                     await self._mounts.mount(machine.root, source, each)
                     notes.append(f"mounted {each.path} in sandbox {sandbox.id} again, because the mount was missing")
                 except GatewayError as error:

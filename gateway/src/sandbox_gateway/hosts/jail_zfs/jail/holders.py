@@ -31,8 +31,9 @@ class Holders:
         """Describe the holders of ``dataset``, which is mounted at ``root``, as a clause for an error message."""
         holders = [
             *await _list_or_log(self._list_jails(root)),
-            *await _list_or_log(self._list_mounts(dataset, root)),
+            # Before the mounts, which can be many: those of all file systems below ``root``.
             *await _list_or_log(self._list_processes(root)),
+            *await _list_or_log(self._list_mounts(dataset, root)),
         ]
         if not holders:
             return "no jail, mount or process that uses it was found"
@@ -50,7 +51,9 @@ class Holders:
         return [
             f"the mount {each.node}"
             for each in await self._table.list_all()
-            if each.node.startswith(f"{root}/") or (each.special == dataset and each.node != str(root))
+            if (each.node == str(root)) != (each.special == dataset)
+            or each.node.startswith(f"{root}/")
+            or Path(each.special).is_relative_to(root)
         ]
 
     async def _list_processes(self, root: Path) -> Iterable[str]:

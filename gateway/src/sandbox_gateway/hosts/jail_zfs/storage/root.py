@@ -80,6 +80,10 @@ class RootDataset:
         finally:
             self._tree_lock.release()
 
+    def path(self, dataset: str) -> Path:
+        """Return the mount point of the root dataset or of a dataset below it. Raises Conflict like ``mountpoint``."""
+        return self.mountpoint / dataset[len(self.dataset) :].lstrip("/")
+
     def build_child_name(self, container: str, name: str) -> str:
         """Return the full name of a dataset in one of CONTAINERS."""
         return f"{self.dataset}/{container}/{name}"
@@ -95,7 +99,7 @@ class RootDataset:
     def mount(self) -> None:
         """Create missing containers, and mount the dataset and its containers.
 
-        Raises BackendFailed if the dataset has no usable mount point.
+        Raises BackendFailed if the dataset has no usable mount point, and DatasetBusy.
         """
         facts = zfs_core.get_props([self.dataset], ["mountpoint", "type"])[self.dataset]
         path = facts["mountpoint"].value
@@ -104,8 +108,9 @@ class RootDataset:
                 f"the dataset {self.dataset} has no usable mount point (mountpoint={path}): run `zfs set "
                 f"mountpoint=/some/directory {self.dataset}`"
             )
-        zfs_core.mount(self.dataset)
+        # First, because the error needs it if the mount point is busy.
         self._mountpoint = Path(os.path.realpath(path))
+        zfs_core.mount(self.dataset)
         for name in CONTAINERS:
             self._ensure_container(f"{self.dataset}/{name}")
         # Users of the host must not reach set-user-ID programs, which root in a jail can create and which the root file

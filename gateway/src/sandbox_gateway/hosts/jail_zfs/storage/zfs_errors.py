@@ -25,6 +25,14 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 
+class DatasetInUse(Busy):
+    """A jail, a mount or a process uses the file system ``dataset``."""
+
+    def __init__(self, dataset: str) -> None:
+        super().__init__(f"the dataset {dataset} is busy: a process or a mount still uses it, so try again later")
+        self.dataset = dataset
+
+
 def translate_errors(function: Callable[P, R]) -> Callable[P, R]:
     """Decorate a function so that it raises GatewayError instead of ZFSError."""
 
@@ -62,6 +70,8 @@ def to_gateway_error(error: zfs_core.exceptions.ZFSError) -> GatewayError:
             )
         case zfs_core.exceptions.ZFSInitializationFailed():
             return BackendFailed(f"ZFS cannot be reached: {error.details}")
+        case zfs_core.exceptions.DatasetBusy(related=()) if error.name and "@" not in error.name:
+            return DatasetInUse(error.name)
         case zfs_core.exceptions.DatasetBusy():
             dependents_suffix = f" ({', '.join(error.related)})" if error.related else ""
             return Busy(
