@@ -4,28 +4,33 @@ from __future__ import annotations
 
 import os
 import shutil
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
+from typing import TypeVar
 
 import pytest
 import zfs_core
 from zfs_core import process
+from zfs_core import run as zfs_run
 
 from sandbox_gateway.engine.spec import ForkSpec
 from sandbox_gateway.errors import Timeout
 from sandbox_gateway.hosts.jail_zfs.storage import slow_commands
 from tests.support.jail_world import JailZfsWorld
-from tests.support.live import engines
+from tests.support.live import EngineRunner, engines
 from tests.support.waiting import wait_until
 from tests.support.worlds import TEMPLATE
 
+_T = TypeVar("_T")
 _PATIENCE_SECONDS = 300.0
 """How long a slow machine may take for the work that the hung command must not prevent."""
 
 # The shell waits until the test writes a line to the FIFO.
 _WRAPPER = """#!/bin/sh
-if [ "$1" = snapshot ] && [ -e {directory}/dataset ]; then
-    case $* in *"$(cat {directory}/dataset)"*) read -r line <{directory}/fifo ;; esac
+if [ -e {directory}/pattern ]; then
+    pattern=$(cat {directory}/pattern)
+    case $* in $pattern) read -r line <{directory}/fifo ;; esac
 fi
 exec {zfs} "$@"
 """
@@ -33,7 +38,7 @@ exec {zfs} "$@"
 
 @pytest.fixture
 def directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Put a double of `zfs` first on PATH. It hangs on snapshots of the dataset that the file `dataset` names."""
+    """Put a double of `zfs` first on PATH. It hangs if its arguments match the pattern in the file `pattern`."""
     commands_directory = tmp_path / "bin"
     commands_directory.mkdir()
     os.mkfifo(tmp_path / "fifo")
@@ -56,7 +61,7 @@ def test_other_sandboxes_keep_working_while_a_command_is_hung(
         monkeypatch.setattr(process, "TIMEOUT_SECONDS", _PATIENCE_SECONDS)
         monkeypatch.setattr(slow_commands, "SLOW_FRACTION", 1 / _PATIENCE_SECONDS)
         instance = runner.get_sandbox("one").instance
-        (directory / "dataset").write_text(instance)
+        (directory / "pattern").write_text(f"snapshot *{instance}*")
         capture = pool.submit(lambda: runner.do(engine.snapshots.create("one", name="s1")))
         try:
             wait_until(lambda: engine.host.storage_commands().slow_commands)
@@ -68,11 +73,72 @@ def test_other_sandboxes_keep_working_while_a_command_is_hung(
             assert runner.do(engine.room.report()).room.disk_total > 0
             assert not capture.done()
         finally:
-            # If opened for both, a FIFO needs no reader.
-            with (directory / "fifo").open("r+b", buffering=0) as fifo:
-                fifo.write(b"\n")
-                captured_snapshot = capture.result(_PATIENCE_SECONDS)
+            captured_snapshot = finish(directory, capture)
         assert captured_snapshot.id in {each.id for each in engine.snapshots.list()}
+
+
+def delete_sandbox(runner: EngineRunner) -> None:
+    """Its file system has a snapshot, so it is retired, which sets `canmount`."""
+    runner.do(runner.engine.snapshots.create("one", name="kept"))
+    runner.do(runner.engine.sandboxes.delete("one"))
+
+
+def resume_sandbox(runner: EngineRunner) -> None:
+    runner.do(runner.engine.sandboxes.resume("one"))
+
+
+def set_mount_point(runner: EngineRunner) -> None:
+    """The gateway never does this, but administrators and `lzc` may."""
+    dataset = f"{runner.config.jail_zfs.dataset}/sandboxes/{runner.get_sandbox('one').instance}"
+    zfs_core.lzc_set_prop(
+        dataset, "mountpoint", zfs_core.get_props([dataset], ["mountpoint"])[dataset]["mountpoint"].value
+    )
+
+
+@pytest.mark.parametrize(
+    ("operate", "pattern"),
+    [(resume_sandbox, "mount *"), (delete_sandbox, "set canmount=*"), (set_mount_point, "set mountpoint=*")],
+    ids=["mount", "canmount", "mountpoint"],
+)
+def test_other_sandboxes_are_created_and_forked_while_a_mount_is_hung(
+    jail_zfs_world: JailZfsWorld,
+    directory: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    operate: Callable[[EngineRunner], None],
+    pattern: str,
+) -> None:
+    """On zfs-fuse, only one command mounts a file system at a time. Some commands that set properties count, too."""
+    monkeypatch.setattr(zfs_run, "_MAX_LOCK_SECONDS", 1.0)
+    with engines(jail_zfs_world) as make_runner, ThreadPoolExecutor() as pool:
+        runner = make_runner()
+        engine = runner.engine
+        runner.do(engine.forks.create(TEMPLATE, ForkSpec(names=["one"])))
+        if operate is not delete_sandbox:
+            runner.do(engine.sandboxes.pause("one"))
+        monkeypatch.setattr(process, "TIMEOUT_SECONDS", _PATIENCE_SECONDS)
+        monkeypatch.setattr(slow_commands, "SLOW_FRACTION", 1 / _PATIENCE_SECONDS)
+        instance = runner.get_sandbox("one").instance
+        (directory / "pattern").write_text(f"{pattern}/{instance}")
+        operation = pool.submit(operate, runner)
+        try:
+            wait_until(lambda: engine.host.storage_commands().slow_commands)
+            (command,) = engine.host.storage_commands().slow_commands
+            assert command.command == f"zfs {pattern.split()[0]}" and command.dataset.endswith(instance)
+            runner.do(engine.forks.create(TEMPLATE, ForkSpec(names=["two"])))
+            runner.do(engine.snapshots.create("two", name="mark"))
+            runner.do(engine.forks.fork("mark", ForkSpec(count=2)))
+            assert not operation.done()
+        finally:
+            finish(directory, operation)
+
+
+def finish(directory: Path, operation: Future[_T]) -> _T:
+    """Let the hung command continue, and return the result of the operation that runs it."""
+    (directory / "pattern").unlink()
+    # If opened for both, a FIFO needs no reader.
+    with (directory / "fifo").open("r+b", buffering=0) as fifo:
+        fifo.write(b"\n")
+        return operation.result(_PATIENCE_SECONDS)
 
 
 def test_a_hung_command_is_killed_and_its_sandbox_keeps_working(
@@ -82,12 +148,12 @@ def test_a_hung_command_is_killed_and_its_sandbox_keeps_working(
         runner = make_runner()
         engine = runner.engine
         runner.do(engine.forks.create(TEMPLATE, ForkSpec(names=["one"])))
-        (directory / "dataset").write_text(runner.get_sandbox("one").instance)
+        (directory / "pattern").write_text(f"snapshot *{runner.get_sandbox('one').instance}*")
         timeouts_before = zfs_core.count_timeouts()
         with monkeypatch.context() as context:
             context.setattr(process, "TIMEOUT_SECONDS", 4.0)
             with pytest.raises(Timeout, match=r"`zfs snapshot` did not finish within [\d.]+ s and was killed"):
                 runner.do(engine.snapshots.create("one", name="s1"))
         assert engine.host.storage_commands().slow_commands == [] and zfs_core.count_timeouts() == timeouts_before + 1
-        (directory / "dataset").unlink()
+        (directory / "pattern").unlink()
         runner.do(engine.snapshots.create("one", name="s1"))

@@ -6,6 +6,7 @@ import contextlib
 import errno
 import fcntl
 import os
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -27,6 +28,8 @@ _MOUNTING_PROPERTIES = frozenset(_MOUNT_PROPERTIES | _REMOUNT_PROPERTIES)
 """Properties for which `zfs set` and `zfs inherit` mount file systems, or mount them again with other options."""
 _WAITING_SHARE = 3 / 4
 _NEGLIGIBLE_SECONDS = 1.0
+_MAX_LOCK_SECONDS = 5.0
+"""How long a command keeps others from mounting. A command that takes longer is probably hung."""
 _FUSE_DIRECTORY = Path("/var/run/zfs")
 
 
@@ -88,10 +91,12 @@ def run_with_retries(*args: str, name: str | None = None, precheck: Callable[[fl
 def mount_lock(verb: str, seconds: float, name: str | None) -> Iterator[None]:
     """On zfs-fuse, allow only one command on the machine to mount a file system at a time.
 
-    Waits for at most ``seconds``. Meanwhile, ``list_running_commands`` contains the command.
+    Waits for at most ``seconds``. Meanwhile, ``list_running_commands`` contains the command. Releases the lock after
+    ``_MAX_LOCK_SECONDS``, so that a hung command does not prevent all others.
 
     Threads of the zfs-fuse daemon announce new mounts to another thread through one pipe, each with two writes and
-    without a lock. If the writes of two threads interleave, all file systems hang until the daemon is restarted.
+    without a lock. If the writes of two threads interleave, all file systems hang until the daemon is restarted. The
+    two writes take microseconds, so they rarely meet those of a command that runs on without the lock.
     """
     if detect_capabilities().concurrent_mounts or not _FUSE_DIRECTORY.is_dir():
         yield
@@ -101,7 +106,14 @@ def mount_lock(verb: str, seconds: float, name: str | None) -> Iterator[None]:
         if not _try_lock(directory_fd):
             with waiting(f"zfs {verb}", name, seconds):
                 _wait_for_lock(directory_fd, verb, seconds, name)
-        yield
+        release_timer = threading.Timer(_MAX_LOCK_SECONDS, fcntl.flock, (directory_fd, fcntl.LOCK_UN))
+        release_timer.daemon = True
+        release_timer.start()
+        try:
+            yield
+        finally:
+            release_timer.cancel()
+            release_timer.join()  # Otherwise, it could unlock another file with the same descriptor.
     finally:
         os.close(directory_fd)
 

@@ -190,6 +190,34 @@ def test_waiting_for_another_mount_is_reported_and_counts_towards_the_timeout(
     assert zfs_core.list_running_commands() == []
 
 
+def test_a_hung_command_does_not_keep_others_from_mounting(
+    set_timeout: Callable[[float], None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(capabilities, "_capabilities", ZFS_FUSE_CAPABILITIES)
+    monkeypatch.setattr(run_module, "_FUSE_DIRECTORY", tmp_path)
+    monkeypatch.setattr(run_module, "_MAX_LOCK_SECONDS", 0.2)
+    set_timeout(60)
+    release_event = threading.Event()
+
+    def hang() -> None:
+        with run_module.mount_lock("set", 5, "p/hanging"):
+            assert release_event.wait(60)
+
+    with ThreadPoolExecutor() as pool:
+        hanging_call = pool.submit(hang)
+        try:
+            calls = [pool.submit(run_module.run, "mount", f"p/{number}", seconds=40.0) for number in range(3)]
+            assert [call.result(60).output for call in calls] == ["p/0\n", "p/1\n", "p/2\n"]
+            assert not hanging_call.done()
+            with run_module.mount_lock("mount", 5, "p/other"):
+                release_event.set()
+                hanging_call.result(60)
+                with pytest.raises(ZFSGenericError, match="waited 0 s"):
+                    run_module.run("mount", "p/new", seconds=0.0)
+        finally:
+            release_event.set()
+
+
 @pytest.mark.parametrize(
     ("line", "can_mount"),
     [
