@@ -153,20 +153,23 @@ class ZfsCommand:
 
     def matches(self, argv: Sequence[str]) -> bool:
         """Return whether all options in ``argv`` are listed. Options precede the other arguments."""
-        if list(argv[:2]) != ["zfs", self.subcommand]:
-            return False
+        return list(argv[:2]) == ["zfs", self.subcommand] and self.list_options(argv) <= {
+            option[:2] for option in self.options
+        }
+
+    def list_options(self, argv: Sequence[str]) -> set[str]:
+        """Return the options in ``argv``, each as `-x`. The result contains "" if the value of an option is missing."""
         valued_options = {option.partition(" ")[0] for option in self.options if " " in option}
-        flags = {option[1] for option in self.options if " " not in option}
+        options: set[str] = set()
         words = iter(argv[2:])
         for word in words:
             if word == "--" or not word.startswith("-") or word == "-":
-                return True
+                break
             if word in valued_options:
-                if next(words, None) is None:
-                    return False
-            elif not set(word[1:]) <= flags:
-                return False
-        return True
+                options.add(word if next(words, None) is not None else "")
+            else:
+                options |= {f"-{letter}" for letter in word[1:]}
+        return options
 
 
 ZFS_COMMANDS = (

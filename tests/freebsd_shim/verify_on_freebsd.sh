@@ -325,7 +325,152 @@ resume_a_receive() {
     zfs send -t "$token" | ok zfs receive -s -u $POOL/received
     ok zfs list -H -t snapshot -o name $POOL/received
     destroy -r $POOL/received
+    zfs send $POOL/clone@stream | dd bs=65536 count=16 2>/dev/null | zfs receive -s -u $POOL/received 2>/dev/null
+    ok zfs receive -A $POOL/received
+    refused "does not exist" zfs list $POOL/received
     destroy $POOL/clone@stream
+}
+
+mount_and_unmount() {
+    ok zfs create $POOL/mounted
+    refused "filesystem already mounted" zfs mount $POOL/mounted
+    ok zfs unmount $POOL/mounted
+    refused "not currently mounted" zfs unmount $POOL/mounted
+    ok zfs mount $POOL/mounted
+    contains yes "$(zfs get -Hp -o value mounted $POOL/mounted)"
+    ok zfs unmount $POOL/mounted
+    destroy $POOL/mounted
+}
+
+create_without_mounting() {
+    need_openzfs
+    ok zfs create -u $POOL/unmounted
+    contains no "$(zfs get -Hp -o value mounted $POOL/unmounted)"
+    ok zfs rename -u $POOL/unmounted $POOL/unmounted2
+    destroy $POOL/unmounted2
+    ok zfs create -s -V 16777216 $POOL/zvol
+    contains volume "$(zfs get -Hp -o value type $POOL/zvol)"
+    destroy $POOL/zvol
+}
+
+list_and_get_recursively() {
+    contains vfy:own "$(ok zfs get -Hp -r -s local -o name,property,value all $POOL/clone)"
+    need_openzfs
+    output=$(ok zfs list -H -p -r -t filesystem -s name -o name,used $POOL) || pass_on $? "$output"
+    contains $POOL/clone "$output"
+    printf '%s\n' "$output"
+}
+
+roll_back() {
+    ok zfs create $POOL/back
+    ok zfs snapshot $POOL/back@1
+    echo later >"$directory/pool/back/file"
+    ok zfs snapshot $POOL/back@2
+    refused "more recent snapshots" zfs rollback $POOL/back@1
+    destroy $POOL/back@2
+    ok zfs rollback $POOL/back@1
+    [ ! -e "$directory/pool/back/file" ] || exit 1
+    destroy $POOL/back@1
+    ok zfs unmount $POOL/back
+    destroy $POOL/back
+}
+
+promote_a_clone() {
+    ok zfs create -o canmount=noauto $POOL/first
+    ok zfs snapshot $POOL/first@s
+    ok zfs clone -o canmount=noauto $POOL/first@s $POOL/second
+    refused "not a cloned filesystem" zfs promote $POOL/first
+    ok zfs promote $POOL/second
+    contains $POOL/second@s "$(zfs get -Hp -o value origin $POOL/first)"
+    destroy $POOL/first
+    destroy $POOL/second@s
+    destroy $POOL/second
+}
+
+hold_a_snapshot() {
+    ok zfs snapshot $POOL/origin@held
+    ok zfs hold vfy $POOL/origin@held
+    message="dataset is busy"
+    if [ $openzfs = yes ]; then
+        contains vfy "$(zfs holds -H -p $POOL/origin@held)"
+        message="it's being held"
+    fi
+    refused "tag already exists" zfs hold vfy $POOL/origin@held
+    refused "$message" zfs destroy $POOL/origin@held
+    ok zfs release vfy $POOL/origin@held
+    refused "no such tag" zfs release vfy $POOL/origin@held
+    destroy $POOL/origin@held
+}
+
+predict_a_destroy() {
+    need_openzfs
+    ok zfs snapshot $POOL/origin@predicted
+    contains "$(printf 'destroy\t%s' $POOL/origin@predicted)" "$(zfs destroy -n -v -p $POOL/origin@predicted)"
+    ok zfs list $POOL/origin@predicted
+    destroy $POOL/origin@predicted
+}
+
+bookmark_a_base() {
+    need_openzfs
+    ok zfs snapshot $POOL/origin@from
+    ok zfs bookmark $POOL/origin@from $POOL/origin#mark
+    refused "bookmark exists" zfs bookmark $POOL/origin@from $POOL/origin#mark
+    contains $POOL/origin#mark "$(zfs list -H -t bookmark -o name $POOL/origin)"
+    destroy $POOL/origin@from
+    ok zfs snapshot $POOL/origin@to
+    contains size "$(ok zfs send -n -v -P -i $POOL/origin#mark $POOL/origin@to)"
+    destroy $POOL/origin@to
+    destroy $POOL/origin#mark
+    refused "does not exist" zfs send -n -i $POOL/origin#mark $POOL/origin@base
+}
+
+run_a_program() {
+    need_openzfs
+    echo 'return 41 + 1' >"$directory/program"
+    output=$(ok zfs program -n -j -t 100000 -m 1048576 $POOL "$directory/program") || pass_on $? "$output"
+    contains '"return":42' "$(printf '%s' "$output" | tr -d ' \n')"
+    echo 'error("vfy")' >"$directory/program"
+    refused "Channel program execution failed" zfs program -n $POOL "$directory/program"
+}
+
+send_an_increment() {
+    ok zfs create -o canmount=noauto $POOL/source
+    ok zfs snapshot $POOL/source@1
+    ok zfs snapshot $POOL/source@2
+    zfs send $POOL/source@1 | ok zfs receive -u $POOL/target || exit $?
+    zfs send -i @1 $POOL/source@2 | ok zfs receive -u $POOL/target || exit $?
+    zfs send $POOL/source@1 >"$directory/stream" || exit 1
+    refused "exists" zfs receive -u $POOL/target@1 <"$directory/stream"
+    ok zfs list -H -o name $POOL/target@2
+    zfs send -i @1 $POOL/source@2 >"$directory/stream" || exit 1
+    destroy $POOL/target@2
+    ok zfs set vfy:changed=yes $POOL/target
+    ok zfs receive -F -u $POOL/target <"$directory/stream"
+    for name in target source; do
+        destroy $POOL/$name@2
+        destroy $POOL/$name@1
+        destroy $POOL/$name
+    done
+}
+
+send_with_options() {
+    need_openzfs
+    ok zfs snapshot $POOL/clone@options
+    contains size "$(ok zfs send -e -L -c -n -v -P $POOL/clone@options)"
+    zfs send -e -L -c $POOL/clone@options >"$directory/stream" || exit 1
+    ok zfs receive -u -o vfy:received=yes -x vfy:own $POOL/received <"$directory/stream"
+    contains yes "$(zfs get -Hp -o value vfy:received $POOL/received)"
+    # Nothing is damaged, so nothing changes.
+    ok zfs receive -c $POOL/received@options <"$directory/stream"
+    destroy -r $POOL/received
+    zfs send -w $POOL/clone@options | ok zfs receive -u $POOL/received || exit $?
+    destroy -r $POOL/received
+    zfs send -i $POOL/origin@base $POOL/clone@options >"$directory/stream" || exit 1
+    ok zfs receive -u -o origin=$POOL/origin@base $POOL/received <"$directory/stream"
+    contains $POOL/origin@base "$(zfs get -Hp -o value origin $POOL/received)"
+    destroy -r $POOL/received
+    destroy $POOL/clone@options
+    refused "does not exist" zfs send $POOL/clone@options
 }
 
 # -- kernel values ---------------------------------------------------------------------------------------------------
@@ -383,8 +528,12 @@ create_bridge() {
     contains "inet $NETWORK.1 netmask 0xffffff00" "$output"
     contains STATICARP "$output"
     contains $BRIDGE "$(ifconfig -l)"
+    # once more without the address, as for an existing bridge
+    ok ifconfig $BRIDGE staticarp up
     ok sysctl -n net.link.bridge.pfil_member
     ok sysctl -n net.link.bridge.pfil_local_phys
+    # The value stays the same.
+    ok sysctl net.link.bridge.pfil_member="$(sysctl -n net.link.bridge.pfil_member)"
 }
 
 empty_group() {
@@ -452,6 +601,45 @@ default_route() {
     esac
 }
 
+# -- templates -------------------------------------------------------------------------------------------------------
+
+copy_a_tree() {
+    ok mkdir -p "$directory/tree/dev" "$directory/copy" "$directory/unpacked"
+    echo kept >"$directory/tree/file"
+    echo excluded >"$directory/tree/dev/null"
+    ok cp -a -x "$directory/tree/." "$directory/copy/"
+    contains kept "$(cat "$directory/copy/file")"
+    ok tar -c -f "$directory/tree.tar" -C "$directory/tree" .
+    ok tar -x -p -f "$directory/tree.tar" -C "$directory/unpacked" --numeric-owner '--exclude=./dev/*' '--exclude=dev/*'
+    contains kept "$(cat "$directory/unpacked/file")"
+    [ ! -e "$directory/unpacked/dev/null" ] || exit 1
+}
+
+add_a_user() {
+    need_freebsd
+    ok mkdir -p "$directory/users/etc"
+    ok cp /etc/master.passwd /etc/group "$directory/users/etc"
+    ok pwd_mkdb -d "$directory/users/etc" "$directory/users/etc/master.passwd"
+    ok pw -R "$directory/users" useradd user -u 31000 -d /home/user -s /bin/sh -C /dev/null
+    contains user:31000 "$(cut -d : -f 1,3 "$directory/users/etc/passwd")"
+}
+
+install_a_package() {
+    need_freebsd
+    pkg -N >/dev/null 2>&1 || skip "pkg is not installed"
+    ok mkdir -p "$directory/packages/etc"
+    ok cp -a -x /etc/pkg "$directory/packages/etc/"
+    output=$(pkg -r "$directory/packages" install -y vfy-missing 2>&1) && { echo "pkg found vfy-missing"; exit 1; }
+    case $output in
+    *"No packages available to install matching"*) printf '%s\n' "$output" ;;
+    *"llegal option"* | *[Uu]sage*)
+        printf 'unexpected message: %s\n' "$output"
+        exit 1
+        ;;
+    *) skip "the repository cannot be read: $output" ;;
+    esac
+}
+
 # -- jails -----------------------------------------------------------------------------------------------------------
 
 mount_userland() {
@@ -470,9 +658,9 @@ mount_userland() {
     ok ls "$root/bin/sh"
 }
 
-# Create the jail $1. $2: more parameters.
+# Create the jail $1. $2: a line of fstab(5). $3: an interface.
 create_jail() {
-    ok jail -c name="$1" path="$root" vnet=new host.hostname="$1" ${2:+"$2"} mount.devfs devfs_ruleset=4 \
+    ok jail -c name="$1" path="$root" vnet=new host.hostname="$1" ${2:+mount="$2"} mount.devfs devfs_ruleset=4 \
         enforce_statfs=2 securelevel=2 children.max=0 allow.noset_hostname allow.noraw_sockets \
         ${3:+vnet.interface=$3} exec.clean exec.start='(sleep 600; kill -KILL -1) </dev/null >/dev/null 2>&1 &'
 }
@@ -480,7 +668,7 @@ create_jail() {
 start_a_jail() {
     ok mkdir -p "$directory/identity" "$root/mnt"
     echo hello >"$directory/identity/file"
-    create_jail $JAIL "mount=$directory/identity $root/mnt nullfs ro,nosuid 0 0" $INNER
+    create_jail $JAIL "$directory/identity $root/mnt nullfs ro,nosuid 0 0" $INNER
     contains hello "$(cat "$root/mnt/file")"
     output=$(ok jls --libxo json -d name path dying) || pass_on $? "$output"
     contains '"jail-information"' "$output"
@@ -515,10 +703,10 @@ packets_reach_the_jail() {
 
 confinement() {
     need_freebsd
-    refused "" jexec $JAIL hostname other
+    refused "Operation not permitted" jexec $JAIL hostname other
     ok jexec $JAIL ls /dev/null
     refused "No such file" jexec $JAIL ls /dev/mem
-    refused "" jexec $JAIL mount -t nullfs /bin /vol
+    refused "Operation not permitted" jexec $JAIL mount -t nullfs /bin /vol
 }
 
 name_is_taken() {
@@ -660,6 +848,8 @@ load_pf_rules() {
     pf_rules | ok pfctl -q -a $ANCHOR -f -
     contains vfy-a "$(pfctl -a sbx -s Anchors)"
     ok pfctl -a $ANCHOR -s rules
+    ok pfctl -s rules
+    ok pfctl -s nat
     ok pfctl -q -k $NETWORK.2
     ok pfctl -q -k 0.0.0.0/0 -k $NETWORK.2
     ok pfctl -q -a $ANCHOR -F all
@@ -736,7 +926,18 @@ check "zfs set refquota: refused below the current use" quota_below_use
 check "zfs get written@: changes since a snapshot" written_since_a_snapshot
 check "zfs unmount: the message for a busy dataset" busy_dataset
 check "zfs rename: keeps properties" rename_keeps_properties
-check "zfs receive -s: resumes" resume_a_receive
+check "zfs receive -s, -A: resumes, or removes what arrived" resume_a_receive
+check "zfs mount, zfs unmount: the messages" mount_and_unmount
+check "zfs create -u, -s, -V, zfs rename -u" create_without_mounting
+check "zfs get -r -s, zfs list -r -p" list_and_get_recursively
+check "zfs rollback: refused with newer snapshots" roll_back
+check "zfs promote" promote_a_clone
+check "zfs hold, holds, release" hold_a_snapshot
+check "zfs destroy -n -v -p: predicts" predict_a_destroy
+check "zfs bookmark: the base of an increment" bookmark_a_base
+check "zfs program -n -j -t -m" run_a_program
+check "zfs send -i, zfs receive -F" send_an_increment
+check "zfs send -e -L -c -w, zfs receive -o -x -c, -o origin" send_with_options
 check "sysctl -ie: memory, and unknown names are ignored" read_memory
 check "sysctl -n: the message for an unknown name" unknown_sysctl
 check "sysctl -ie: kern.features.linux64 exists only with linux(4)" read_linux_feature
@@ -749,6 +950,9 @@ check "arp -S, arp -n -i -a" permanent_arp_entry
 check "arp -d: the message for a missing entry" missing_arp_entry
 check "ifconfig destroy: the message for a missing interface" missing_interface
 check "route -n get default" default_route
+check "cp -a -x, tar -x: the tree of a template" copy_a_tree
+check "pw useradd" add_a_user
+check "pkg install: the message for a missing package" install_a_package
 check "mount -t nullfs: the userland of the jail" mount_userland
 check "jail -c, jls --libxo json" start_a_jail
 check "jls: the parameters of the jail" jail_exists_without_persist
