@@ -1,6 +1,7 @@
 """The command lines that the jail host issues, and the manual pages of FreeBSD 14 that document them.
 
-While tests run jails, `checked` compares each command line with this list. docs/jail_zfs.md contains it as a table.
+While tests run jails, `checked` compares each command line with this list. docs/jail_zfs.md contains it as a table. A
+second table contains the command lines of the role `jail_zfs_host`, which are read from its tasks.
 """
 
 from __future__ import annotations
@@ -13,9 +14,14 @@ from functools import cached_property
 from typing import Any
 from unittest import mock
 
+import yaml
 from sandbox_gateway.hosts.jail_zfs import commands
 from sandbox_gateway.hosts.jail_zfs.jail import rootfs
 from zfs_core import process
+
+from tests.support.session import REPOSITORY
+
+_ROLE_TASKS = REPOSITORY / "roles" / "jail_zfs_host" / "tasks"
 
 
 @dataclass(frozen=True)
@@ -138,7 +144,9 @@ COMMAND_LINES = (
 
 @dataclass(frozen=True)
 class ZfsCommand:
-    """A subcommand of `zfs` with its options, in any order. An option with a value is followed by a placeholder.
+    """A subcommand of `zfs` or `zpool` with its options, in any order.
+
+    An option with a value is followed by a placeholder.
 
     ``page``: the manual page of FreeBSD, which is the same as OpenZFS's, that describes these options.
     """
@@ -146,14 +154,15 @@ class ZfsCommand:
     subcommand: str
     options: tuple[str, ...]
     page: str
+    program: str = "zfs"
 
     @property
     def form(self) -> str:
-        return " ".join(["zfs", self.subcommand, *(f"[{option}]" for option in self.options), "…"])
+        return " ".join([self.program, self.subcommand, *(f"[{option}]" for option in self.options), "…"])
 
     def matches(self, argv: Sequence[str]) -> bool:
         """Return whether all options in ``argv`` are listed. Options precede the other arguments."""
-        return list(argv[:2]) == ["zfs", self.subcommand] and self.list_options(argv) <= {
+        return list(argv[:2]) == [self.program, self.subcommand] and self.list_options(argv) <= {
             option[:2] for option in self.options
         }
 
@@ -194,6 +203,9 @@ ZFS_COMMANDS = (
     ZfsCommand("snapshot", ("-o PROPERTY=VALUE",), "zfs-snapshot(8)"),
     ZfsCommand("unmount", (), "zfs-unmount(8)"),
     ZfsCommand("version", (), "zfs-version(8)"),
+    ZfsCommand("checkpoint", ("-d",), "zpool-checkpoint(8)", program="zpool"),
+    ZfsCommand("reopen", ("-n",), "zpool-reopen(8)", program="zpool"),
+    ZfsCommand("sync", ("-f",), "zpool-sync(8)", program="zpool"),
 )
 """The subcommands that `zfs_core` may run, with all options that it passes."""
 
@@ -256,6 +268,70 @@ def checked() -> Iterator[None]:
     assert not recording.unknown_argvs, (
         f"add these command lines to {__name__} with the manual page that documents them: {recording.unknown_argvs[:5]}"
     )
+
+
+_ROLE_PAGES = {
+    "ifconfig": "ifconfig(8)",
+    "jls": "jls(8)",
+    "kldload": "kldload(8)",
+    "lzc": "[lzc](lzc.md)",
+    "pfctl": "pfctl(8)",
+    "sysctl": "sysctl(8)",
+    "sysrc": "sysrc(8)",
+    "zfs": "zfs-{}(8)",
+    "zpool": "zpool-{}(8)",
+}
+_EXPRESSION = re.compile(r"\{\{.*?\}\}", re.DOTALL)
+
+
+def list_role_command_lines() -> list[tuple[str, str]]:
+    """Return (form, manual page) of each command line in the tasks of the role `jail_zfs_host`, sorted."""
+    forms = {
+        tuple(_format_words(task["ansible.builtin.command"]["argv"]))
+        for path in _ROLE_TASKS.glob("*.yml")
+        for task in _list_tasks(yaml.safe_load(path.read_text()))
+        if "ansible.builtin.command" in task
+    }
+    return [(" ".join(words), _ROLE_PAGES[words[0]].format(words[1])) for words in sorted(forms)]
+
+
+def _list_tasks(tasks: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
+    for task in tasks:
+        yield task
+        for section in ("block", "rescue", "always"):
+            yield from _list_tasks(task.get(section, []))
+
+
+def _format_words(argv: list[Any] | str) -> list[str]:
+    """Return words in which placeholders replace expressions, whose names are those of their variables.
+
+    If the list is the result of an expression, `…` stands for what the expression adds to a literal list.
+    """
+    if isinstance(argv, str):
+        literal = re.match(r"\s*\{\{\s*\[([^]]*)\]", argv)
+        assert literal, f"the command {argv!r} does not begin with a list"
+        words = [word.strip().strip("'") for word in literal[1].split(",")]
+        return [*map(_name_lzc, words), "…"]
+    return [_EXPRESSION.sub(_choose_placeholder, _name_lzc(str(word))) for word in argv]
+
+
+def _name_lzc(word: str) -> str:
+    return "lzc" if "jail_zfs_host_lzc_path" in word else word
+
+
+def _choose_placeholder(expression: re.Match[str]) -> str:
+    if expression[0].endswith(".split('/')[0] }}"):
+        return "POOL"
+    if expression[0] == "{{ item }}":
+        return "NAME"
+    (name, *_) = re.findall(r"jail_zfs_host_\w+|(?:item\.)+\w+", expression[0])
+    return str(re.sub(r"^jail_zfs_host_|^(?:item\.)+", "", name).upper())
+
+
+def format_role_table() -> str:
+    """Return the table of the role's command lines in docs/jail_zfs.md."""
+    rows = [f"| `{form}` | {page} |\n" for form, page in list_role_command_lines()]
+    return "".join(["| command line | page |\n", "|---|---|\n", *rows])
 
 
 def format_table() -> str:

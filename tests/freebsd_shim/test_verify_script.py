@@ -106,7 +106,7 @@ def _split_commands(line: str) -> Iterator[list[str]]:
 
 
 def test_the_script_runs_every_command_line_of_the_table() -> None:
-    """The table is in docs/jail_zfs.md. Of a `zfs` command, the script uses every option."""
+    """The table is in docs/jail_zfs.md. Of `zfs` and `zpool`, the script uses every option."""
     commands = _read_commands()
     missing_forms = [line.form for line in COMMAND_LINES if not any(map(line.matches, commands))]
     for line in ZFS_COMMANDS:
@@ -114,7 +114,9 @@ def test_the_script_runs_every_command_line_of_the_table() -> None:
         if not matching_commands:
             missing_forms.append(line.form)
         used_options = {option for words in matching_commands for option in line.list_options(words)}
-        missing_forms += [f"zfs {line.subcommand} {each}" for each in line.options if each[:2] not in used_options]
+        missing_forms += [
+            f"{line.program} {line.subcommand} {each}" for each in line.options if each[:2] not in used_options
+        ]
     assert missing_forms == []
 
 

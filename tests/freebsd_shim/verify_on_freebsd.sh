@@ -331,6 +331,16 @@ resume_a_receive() {
     destroy $POOL/clone@stream
 }
 
+change_the_pool() {
+    need_openzfs
+    ok zpool sync -f $POOL
+    ok zpool reopen -n $POOL
+    refused "checkpoint does not exist" zpool checkpoint -d $POOL
+    ok zpool checkpoint $POOL
+    refused "checkpoint exists" zpool checkpoint $POOL
+    ok zpool checkpoint -d $POOL
+}
+
 mount_and_unmount() {
     ok zfs create $POOL/mounted
     refused "filesystem already mounted" zfs mount $POOL/mounted
@@ -927,6 +937,7 @@ check "zfs get written@: changes since a snapshot" written_since_a_snapshot
 check "zfs unmount: the message for a busy dataset" busy_dataset
 check "zfs rename: keeps properties" rename_keeps_properties
 check "zfs receive -s, -A: resumes, or removes what arrived" resume_a_receive
+check "zpool sync, reopen, checkpoint" change_the_pool
 check "zfs mount, zfs unmount: the messages" mount_and_unmount
 check "zfs create -u, -s, -V, zfs rename -u" create_without_mounting
 check "zfs get -r -s, zfs list -r -p" list_and_get_recursively

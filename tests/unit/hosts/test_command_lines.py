@@ -1,6 +1,6 @@
-"""The table of command lines in docs/jail_zfs.md.
+"""The tables of command lines in docs/jail_zfs.md.
 
-``GROVE_WRITE_DOCS=1 ./dev test tests/unit/hosts/test_command_lines.py`` writes the table.
+``GROVE_WRITE_DOCS=1 ./dev test tests/unit/hosts/test_command_lines.py`` writes the tables.
 """
 
 from __future__ import annotations
@@ -16,20 +16,25 @@ import pytest
 from sandbox_gateway.errors import BackendFailed
 from sandbox_gateway.hosts.jail_zfs import commands
 from sandbox_gateway.hosts.jail_zfs.jail import rootfs
-from tests.freebsd_shim.command_lines import checked, find_command_line, format_table, recorded
+from tests.freebsd_shim.command_lines import checked, find_command_line, format_role_table, format_table, recorded
 
 _PAGE_PATH = Path(__file__).parents[3] / "docs/jail_zfs.md"
-_TABLE_BEGIN, _TABLE_END = "<!-- command lines: begin -->\n", "<!-- command lines: end -->\n"
 
 
-def test_the_page_contains_the_table() -> None:
+@pytest.mark.parametrize(
+    ("title", "expected_table"),
+    [("command lines", format_table()), ("command lines of the role", format_role_table())],
+    ids=["gateway", "role"],
+)
+def test_the_page_contains_the_table(title: str, expected_table: str) -> None:
+    begin, end = f"<!-- {title}: begin -->\n", f"<!-- {title}: end -->\n"
     text = _PAGE_PATH.read_text()
-    head, _, rest = text.partition(_TABLE_BEGIN)
-    table, _, tail = rest.partition(_TABLE_END)
+    head, _, rest = text.partition(begin)
+    table, _, tail = rest.partition(end)
     if os.environ.get("GROVE_WRITE_DOCS"):
-        _PAGE_PATH.write_text(head + _TABLE_BEGIN + format_table() + _TABLE_END + tail)
-        table = format_table()
-    assert table == format_table(), "docs/jail_zfs.md is out of date: run this test with GROVE_WRITE_DOCS=1"
+        _PAGE_PATH.write_text(head + begin + expected_table + end + tail)
+        table = expected_table
+    assert table == expected_table, "docs/jail_zfs.md is out of date: run this test with GROVE_WRITE_DOCS=1"
 
 
 @pytest.mark.parametrize(
@@ -61,6 +66,7 @@ def test_the_page_contains_the_table() -> None:
             "zfs program [-n] [-j] [-t LIMIT] [-m LIMIT] …",
         ),
         (["zfs", "jail", "1", "p/a"], None),
+        (["zpool", "sync", "-f", "p"], "zpool sync [-f] …"),
         (["zpool", "destroy", "p"], None),
     ],
 )
