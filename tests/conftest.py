@@ -46,7 +46,7 @@ _GROUPS = {
     "roles": ("roles",),
 }
 _FOLDERS = [folder for folders in _GROUPS.values() for folder in folders]
-_SLOW_FILES = ("test_gateway.py", "test_gateway_systemd.py", "test_kvm_xfs_host.py")
+_SLOW_FILES = ("test_fleet.py", "test_gateway.py", "test_gateway_systemd.py", "test_kvm_xfs_host.py")
 """The slow test files in the roles folder, which is scheduled last and file by file. Within it, they run first."""
 
 _SEED_VARIABLE = "GROVE_TEST_SEED"

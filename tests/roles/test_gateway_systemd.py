@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import shutil
-import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -17,27 +14,14 @@ from typing import Any
 import pytest
 import yaml
 
+from tests.roles.container import Container, running_container, unpack_debian
 from tests.roles.upgrade import NEWER_VERSION, read_counter
 from tests.support import session
 from tests.support.gateway import Gateway
-from tests.support.roles import PlayResult, make_environment, play
+from tests.support.roles import PlayResult, play
 from tests.support.waiting import wait_until
 
 pytestmark = pytest.mark.in_order
-
-PACKAGES = (
-    "ca-certificates,dbus,e2fsprogs,iproute2,mmdebstrap,nftables,procps,python3,python3-venv,"
-    "qemu-system-x86,systemd-sysv,xfsprogs,zstd"
-)
-_BOOT_SCRIPT = """
-mount --make-rslave /
-umount --all --lazy --types fuse.zfs
-mount -t tmpfs tmpfs /run
-mkdir -p /run/systemd
-exec systemd-nspawn "$@"
-"""
-"""A container keeps the mounts that exist at its start. Other tests could not destroy their pools before its end."""
-_SYSTEMD_PATH = "/usr/lib/systemd/systemd"
 
 MAX_EXPOSURE = 62
 """Maximum result of `systemd-analyze security`, in tenths. With private mounts it would be 48."""
@@ -71,117 +55,21 @@ NEEDED_PERMISSIONS = {
 """Permissions of the unit, by the feature that needs them, with the names of `systemd-analyze security --json`."""
 
 
-class Container:
-    """A booted Debian 12 container that shares this machine's network, and has the repository at the same path."""
-
-    def __init__(self, directory: Path, state_root: Path) -> None:
-        self.directory = directory
-        bind_options = [f"--bind={state_root}:/var/lib/sandbox-gateway", "--bind=/dev/net/tun"]
-        for path in (session.REPOSITORY, Path(sys.prefix), Path(sys.base_prefix), session.get_run_dir()):
-            if not path.is_relative_to("/usr"):
-                bind_options.append(f"--bind={path}")
-        for name in ("/etc/pip.conf", "/etc/ssl", "/etc/resolv.conf"):
-            if Path(name).exists():
-                bind_options.append(f"--bind-ro={name}")
-        argv = ["systemd-nspawn", "--directory", str(directory), "--boot", "--console=pipe", "--register=no"]
-        # nspawn forbids open_by_handle_at, which volume servers need.
-        argv += [
-            "--keep-unit",
-            "--capability=all",
-            "--system-call-filter=open_by_handle_at ptrace pidfd_getfd userfaultfd",
-            "--resolv-conf=off",
-            *bind_options,
-        ]
-        self.process = subprocess.Popen(
-            ["unshare", "--mount", "sh", "-c", _BOOT_SCRIPT, *argv],
-            env={**os.environ, "SYSTEMD_NSPAWN_API_VFS_WRITABLE": "yes"},
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.DEVNULL,
-        )
-        self.init_pid = self._find_init_pid()
-
-    def _find_init_pid(self) -> int:
-        """Return the process id of the container's systemd, as seen from this machine."""
-        deadline = time.monotonic() + 60
-        while time.monotonic() < deadline:
-            assert self.process.poll() is None, "the container did not boot"
-            child_pids = Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children").read_text().split()
-            for child_pid in child_pids:
-                if Path(f"/proc/{child_pid}/cmdline").read_bytes().startswith(_SYSTEMD_PATH.encode()):
-                    return int(child_pid)
-            time.sleep(0.1)
-        raise AssertionError("the container did not boot within a minute")
-
-    @property
-    def enter_command(self) -> tuple[str, ...]:
-        return ("nsenter", "--target", str(self.init_pid), "--mount", "--uts", "--ipc", "--pid", "--")
-
-    def run(self, *argv: str) -> str:
-        result = subprocess.run(
-            [*self.enter_command, *argv],
-            capture_output=True,
-            text=True,
-            timeout=300,
-            env=make_environment(session.get_run_dir()),
-            check=False,
-        )
-        assert result.returncode == 0, f"{argv}: {result.stdout} {result.stderr}\n{self.read_journal()}"
-        return result.stdout
-
-    def read_journal(self) -> str:
-        argv = ["journalctl", "--unit=sandbox-gateway", "--lines=30", "--output=cat", "--no-pager"]
-        return subprocess.run(
-            [*self.enter_command, *argv], capture_output=True, text=True, timeout=60, check=False
-        ).stdout
-
-    def stop(self) -> None:
-        os.kill(self.init_pid, signal.SIGRTMIN + 4)
-        try:
-            self.process.wait(60)
-        except subprocess.TimeoutExpired:
-            self.process.kill()
-            self.process.wait()
-
-
 @pytest.fixture(scope="module")
 def container(xfs_root: Path, shared_gateway: Gateway, template: str) -> Iterator[Container]:
-    archive = session.get_cache_dir() / "debian12-systemd.tar.zst"
-    if not archive.exists():
-        partial_archive = archive.with_name("fresh-" + archive.name)
-        subprocess.run(
-            ["mmdebstrap", "--variant=minbase", f"--include={PACKAGES}", "bookworm", str(partial_archive)],
-            check=True,
-            capture_output=True,
-            timeout=900,
-        )
-        partial_archive.rename(archive)
     directory, state_root = xfs_root / "debian12", xfs_root / "debian12-state"
-    directory.mkdir()
     state_root.mkdir()
-    subprocess.run(["tar", "--extract", "--zstd", f"--file={archive}", f"--directory={directory}"], check=True)
     subprocess.run(
         ["cp", "-a", "--reflink=always", str(shared_gateway.state_root / "templates"), str(state_root)], check=True
     )
-    container = Container(directory, state_root)
-    container.run("mknod", "/dev/loop-control", "c", "10", "237")
-    for number in range(64):
-        container.run("mknod", f"/dev/loop{number}", "b", "7", str(number))
-    yield container
-    container.stop()
-    _remove_leftover_cgroups()
+    unpack_debian(directory)
+    with running_container(directory, state_root) as container:
+        container.run("mknod", "/dev/loop-control", "c", "10", "237")
+        for number in range(64):
+            container.run("mknod", f"/dev/loop{number}", "b", "7", str(number))
+        yield container
     shutil.rmtree(directory)
     shutil.rmtree(state_root)
-
-
-def _remove_leftover_cgroups() -> None:
-    """Remove the control groups that the container's systemd created for mounts and left behind."""
-    for payload in Path("/sys/fs/cgroup").glob("*/payload"):
-        for group in sorted((path for path in payload.rglob("*") if path.is_dir()), reverse=True):
-            with contextlib.suppress(OSError):
-                group.rmdir()
-        with contextlib.suppress(OSError):
-            payload.rmdir()
 
 
 @pytest.fixture(scope="module")

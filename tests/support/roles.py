@@ -81,12 +81,19 @@ def play(
         env=make_environment(directory),
         check=False,
     )
+    return read_result(result)
+
+
+def read_result(result: subprocess.CompletedProcess[str]) -> PlayResult:
+    """Return the result of a finished `ansible-playbook`."""
     output = result.stdout + result.stderr
-    recap = re.search(r"changed=(\d+) +unreachable=(\d+) +failed=(\d+)", output)
-    assert recap, output[-4000:]
+    changed_counts = re.findall(r"changed=(\d+) +unreachable=\d+ +failed=\d+", output)
+    assert changed_counts, output[-4000:]
     messages = re.findall(r'^fatal: .*?"msg": ("(?:[^"\\]|\\.)*")', output, re.M)
     failed = result.returncode != 0
-    return PlayResult(output, int(recap[1]), failed, json.loads(messages[-1]) if messages and failed else "")
+    return PlayResult(
+        output, sum(map(int, changed_counts)), failed, json.loads(messages[-1]) if messages and failed else ""
+    )
 
 
 def make_environment(home: Path) -> dict[str, str]:

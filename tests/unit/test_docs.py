@@ -260,7 +260,7 @@ def test_an_invalid_play_is_detected() -> None:
 # --- names of variables and playbooks ---------------------------------------------------------------------------------
 
 _VARIABLE_PATTERN = re.compile(
-    r"(?<![\w.\-/])(gateway|kvm_xfs_host|jail_zfs_host|install|build|nightly|backup|restore|rollback)_[a-z0-9_]*[a-z0-9]\b(?!\.)"
+    r"(?<![\w.\-/])(gateway|fleet|kvm_xfs_host|jail_zfs_host|install|build|nightly|backup|restore|rollback)_[a-z0-9_]*[a-z0-9]\b(?!\.)"
 )
 """Matches a variable of a role or of a playbook of the collection, but not a part of a longer name."""
 _NON_VARIABLES = {"gateway_default", "gateway_systemd"}
