@@ -65,12 +65,19 @@ def messages(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     return [str(each) for each in json.loads(result_file.read_text())]
 
 
-def _run_playbook(playbook: Path) -> subprocess.CompletedProcess[str]:
+def _run_playbook(playbook: Path, *options: str) -> subprocess.CompletedProcess[str]:
     connection = {"ansible_connection": "local", "ansible_python_interpreter": "/usr/bin/python3"}
     inventory = playbook.with_name("hosts.json")
     inventory.write_text(json.dumps({"all": {"hosts": dict.fromkeys(("h1", "h2", "h3"), connection)}}))
     return subprocess.run(
-        [str(Path(sys.executable).with_name("ansible-playbook")), "--check", "-i", str(inventory), str(playbook)],
+        [
+            str(Path(sys.executable).with_name("ansible-playbook")),
+            "--check",
+            "-i",
+            str(inventory),
+            str(playbook),
+            *options,
+        ],
         capture_output=True,
         text=True,
         timeout=600,
@@ -82,3 +89,13 @@ def _run_playbook(playbook: Path) -> subprocess.CompletedProcess[str]:
 @pytest.mark.parametrize("index", range(len(_CASES)), ids=[json.dumps(options) for options, _ in _CASES])
 def test_an_invalid_option_is_refused_with_a_sentence(messages: list[str], index: int) -> None:
     assert _CASES[index][1] in messages[index]
+
+
+def test_the_playbook_makes_all_hosts_of_its_group_one_fleet_despite_a_limit(tmp_path: Path) -> None:
+    playbook = tmp_path / "play.json"
+    variables = {"install_hosts": "h1,h2", "kvm_xfs_host_state_root": str(tmp_path / "state")}
+    playbook.write_text(
+        json.dumps([{"ansible.builtin.import_playbook": "grove.sandbox.install_fleet", "vars": variables}])
+    )
+    result = _run_playbook(playbook, "--limit=h1")
+    assert "2 hosts are members of etcd (h1, h2)" in " ".join(result.stdout.split())

@@ -263,8 +263,9 @@ _VARIABLE_PATTERN = re.compile(
     r"(?<![\w.\-/])(gateway|fleet|kvm_xfs_host|jail_zfs_host|install|build|nightly|backup|restore|rollback)_[a-z0-9_]*[a-z0-9]\b(?!\.)"
 )
 """Matches a variable of a role or of a playbook of the collection, but not a part of a longer name."""
-_NON_VARIABLES = {"gateway_default", "gateway_systemd"}
-"""Names that match but are not variables: a group of an inventory, and a scenario of molecule."""
+_NON_VARIABLES = {"gateway_default", "gateway_systemd", "fleet_platforms", "fleet_scale"}
+"""Names that match but are not variables of roles: a group of an inventory, a scenario of molecule and a variable of
+one, and a benchmark."""
 
 
 @cache
