@@ -30,8 +30,10 @@ mount -t tmpfs tmpfs /run
 mkdir -p /run/systemd
 exec "$@"
 """
-"""Each container has a control group of its own. It keeps the mounts that exist at its start: other tests could not
-destroy their pools before its end."""
+"""Boots a container in a control group of its own, so that several can run.
+
+A container keeps the mounts that exist at its start. Other tests could not destroy their pools before its end.
+"""
 _SYSTEMD_PATH = "/usr/lib/systemd/systemd"
 
 

@@ -45,7 +45,7 @@ def messages(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     directory = tmp_path_factory.mktemp("options")
     tasks: list[dict[str, Any]] = []
     # The whole role checks the first case. After that, its facts exist, and the tasks that check options suffice.
-    tasks_from = {}
+    tasks_from: dict[str, str] = {}
     for options, _ in _CASES:
         variables = {
             name if name == "gateway_config" else f"fleet_{name}": value
