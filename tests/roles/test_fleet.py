@@ -17,7 +17,7 @@ from tests.roles.container import Container, running_container, unpack_debian
 from tests.support import session
 from tests.support.roles import PlayResult, make_environment, read_result
 
-pytestmark = pytest.mark.in_order
+pytestmark = [pytest.mark.in_order, pytest.mark.slow]
 
 _NAMES = ("h1", "h2", "h3")
 _CONNECTIONS = session.REPOSITORY / "molecule/gateway_systemd/connection_plugins"
