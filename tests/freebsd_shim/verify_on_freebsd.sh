@@ -631,7 +631,7 @@ add_a_user() {
     ok cp /etc/master.passwd /etc/group "$directory/users/etc"
     ok pwd_mkdb -d "$directory/users/etc" "$directory/users/etc/master.passwd"
     ok pw -R "$directory/users" useradd user -u 31000 -d /home/user -s /bin/sh -C /dev/null
-    contains user:31000 "$(cut -d : -f 1,3 "$directory/users/etc/passwd")"
+    contains user:31000 "$(cut -d : -f 1,3 "$directory/users/etc/master.passwd")"
 }
 
 install_a_package() {
