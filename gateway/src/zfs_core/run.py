@@ -28,7 +28,7 @@ _MOUNTING_PROPERTIES = frozenset(_MOUNT_PROPERTIES | _REMOUNT_PROPERTIES)
 """Properties for which `zfs set` and `zfs inherit` mount file systems, or mount them again with other options."""
 _WAITING_SHARE = 3 / 4
 _NEGLIGIBLE_SECONDS = 1.0
-_MAX_LOCK_SECONDS = 5.0
+_MAX_LOCK_SECONDS = 10.0
 """How long a command keeps others from mounting. A command that takes longer is probably hung."""
 _FUSE_DIRECTORY = Path("/var/run/zfs")
 
