@@ -20,6 +20,7 @@ from tests.support import session
 from tests.support.certificates import Authority
 from tests.support.etcd import running_etcd
 from tests.support.gateway import TEMPLATE, Gateway
+from tests.support.session import REPOSITORY
 from tests.support.waiting import wait_until
 from tests.support.world_gateway import world_gateway
 from tests.support.worlds import TEMPLATE as JAIL_TEMPLATE
@@ -55,6 +56,13 @@ class Server:
     @property
     def url(self) -> str:
         return f"http://127.0.0.1:{self.port}"
+
+
+def build_e2b_environment(url: str, key: str) -> dict[str, str]:
+    """Return the environment variables that docs/e2b.md tells users of the client to set."""
+    (block,) = re.findall(r"```sh\n(export E2B_.*?)```", (REPOSITORY / "docs" / "e2b.md").read_text(), re.DOTALL)
+    values = {"http://127.0.0.1:3000": url, "…": key}
+    return {name: values[value] for name, value in re.findall(r"^export (\w+)=(\S+)$", block, re.MULTILINE)}
 
 
 @contextlib.contextmanager

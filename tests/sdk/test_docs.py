@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.sdk.servers import Server
+from tests.sdk.servers import Server, build_e2b_environment
 from tests.support import forkd_command, session
 from tests.support.session import REPOSITORY
 
@@ -36,9 +36,12 @@ def find_examples() -> list[tuple[Path, int, str]]:
 
 
 def build_environment(server: Server) -> dict[str, str]:
-    urls = dict.fromkeys(("E2B_API_URL", "E2B_SANDBOX_URL", "CUBE_API_URL", "FORKD_URL"), server.url)
+    urls = dict.fromkeys(("CUBE_API_URL", "FORKD_URL"), server.url)
     proxy = {"CUBE_PROXY_NODE_IP": "127.0.0.1", "CUBE_PROXY_PORT_HTTP": str(server.port)}
-    keys = dict.fromkeys(("E2B_API_KEY", "CUBE_API_KEY", "FORKD_TOKEN"), server.key)
+    keys = {
+        **dict.fromkeys(("CUBE_API_KEY", "FORKD_TOKEN"), server.key),
+        **build_e2b_environment(server.url, server.key),
+    }
     forkd_program = forkd_command.install(session.get_run_dir())
     search_path = f"{forkd_program.parent}:{Path(sys.executable).parent}:{os.environ['PATH']}"
     variables = {

@@ -18,7 +18,7 @@ from e2b import AsyncSandbox, Sandbox, SandboxQuery, SandboxState
 from tests.sdk import client_sets
 from tests.sdk.conftest import HTTP
 from tests.sdk.coverage import covers
-from tests.sdk.servers import Server
+from tests.sdk.servers import Server, build_e2b_environment
 from tests.support import waiting
 from tests.support.images import (
     PASSWORD,
@@ -38,9 +38,8 @@ _NOT_RUNNING_ERROR = getattr(e2b, "SandboxNotRunningException", e2b.TimeoutExcep
 @pytest.fixture(autouse=True)
 def client_environment(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
     """Set the environment variables that users of the client must set."""
-    monkeypatch.setenv("E2B_API_KEY", server.key)
-    monkeypatch.setenv("E2B_API_URL", server.url)
-    monkeypatch.setenv("E2B_SANDBOX_URL", server.url)
+    for name, value in build_e2b_environment(server.url, server.key).items():
+        monkeypatch.setenv(name, value)
     monkeypatch.setenv("E2B_DOMAIN", server.domain)
 
 
@@ -402,8 +401,7 @@ def test_volumes_are_shared_between_sandboxes(server, create_sandbox):
         e2b.Volume.get_info(volume.volume_id)
 
 
-def test_file_calls_on_volumes_are_refused_with_a_reason(server, monkeypatch):
-    monkeypatch.setenv("E2B_VOLUME_API_URL", server.url)
+def test_file_calls_on_volumes_are_refused_with_a_reason(server):
     volume = e2b.Volume.create(f"data-{uuid.uuid4().hex[:8]}")
     try:
         calls: dict[str, Callable[[], Any]] = {

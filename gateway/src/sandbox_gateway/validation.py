@@ -14,7 +14,8 @@ def explain(error: ValidationError, spell: Callable[[str], str] = str) -> str:
     """
     parts = []
     for item in error.errors(include_url=False, include_input=False):
-        location = ".".join(spell(step) if isinstance(step, str) else str(step) for step in item["loc"]) or "value"
-        reason = item["msg"].removeprefix("Value error, ")
-        parts.append(f"{location}: {'unknown key' if item['type'] == 'extra_forbidden' else reason}")
+        location = ".".join(spell(step) if isinstance(step, str) else str(step) for step in item["loc"])
+        reason = "unknown key" if item["type"] == "extra_forbidden" else item["msg"].removeprefix("Value error, ")
+        # An error that concerns several keys has no location.
+        parts.append(f"{location}: {reason}" if location else reason)
     return "; ".join(parts)

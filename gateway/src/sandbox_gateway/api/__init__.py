@@ -7,5 +7,6 @@ the middleware, most of which is in these modules:
 
 * requests: ``dependencies``, ``body`` and ``unknown_fields`` (parameters and fields); ``waiting`` cancels slow
   operations when their client disconnects.
-* responses: ``errors``, ``paging`` (lists), ``output`` (large responses), ``events`` (a stream), ``metrics``.
+* responses: ``errors`` and ``unsupported_requests``, ``paging`` (lists), ``output`` (large responses), ``events`` (a
+  stream), ``metrics``.
 """

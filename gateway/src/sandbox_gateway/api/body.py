@@ -43,14 +43,15 @@ class Refusal:
     accepted_values: tuple[Any, ...] = (False, "", [], {})
 
     def accepts(self, value: object) -> bool:
-        return value is None or value in self.accepted_values
+        # In Python 0 equals False, but a caller that sends 0 has set a number.
+        return value is None or any(type(value) is type(each) and value == each for each in self.accepted_values)
 
 
 class Body(BaseModel):
     """A request body.
 
     Unknown fields are ignored, as the dialects' clients expect. The ``unknown_fields`` module warns about them, and
-    refuses the fields in ``refused_fields``. ``ignored_fields`` and ``refused_fields`` contain the JSON names of
+    refuses the fields in ``refused_fields`` and ``misplaced_fields``. The three mappings contain the JSON names of
     fields. tests/sdk/test_fields.py compares the fields with those of the published clients, and generates the tables
     in docs/.
     """
@@ -60,6 +61,8 @@ class Body(BaseModel):
     """Fields that known clients send and that are ignored without a warning, with the reason."""
     refused_fields: ClassVar[Mapping[str, Refusal]] = {}
     """Fields of known clients that the gateway does not support."""
+    misplaced_fields: ClassVar[Mapping[str, Refusal]] = {}
+    """Fields of other requests that a caller could expect to work in this one. They are refused as well."""
 
     def get_value_or_unset(self, field: str) -> Any:
         """Return the value of ``field``, or UNSET if the caller did not send it."""

@@ -17,7 +17,8 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from sandbox_gateway.api.access.limits import TooSlow
 from sandbox_gateway.api.metrics import Metrics
-from sandbox_gateway.errors import GatewayError, Invalid, OutputLost
+from sandbox_gateway.api.unsupported_requests import find_unsupported_request
+from sandbox_gateway.errors import GatewayError, Invalid, NotFound, OutputLost, Unsupported
 from sandbox_gateway.log import Logger
 
 log = Logger("api")
@@ -108,8 +109,8 @@ def register(app: FastAPI) -> None:
     """Register handlers that convert all errors to ErrorShape responses."""
 
     @app.exception_handler(GatewayError)
-    async def _handle_gateway_error(_: Request, error: GatewayError) -> JSONResponse:
-        return convert_to_response(error)
+    async def _handle_gateway_error(request: Request, error: GatewayError) -> JSONResponse:
+        return _handle(request.scope, error)
 
     @app.exception_handler(RequestValidationError)
     async def _handle_validation_error(_: Request, error: RequestValidationError) -> JSONResponse:
@@ -119,8 +120,20 @@ def register(app: FastAPI) -> None:
     async def _handle_http_exception(request: Request, error: HTTPException) -> JSONResponse:
         if isinstance(error.__cause__, GatewayError):
             return convert_to_response(error.__cause__)
+        if unsupported := _find_unsupported_request(request.scope, error.status_code):
+            return convert_to_response(unsupported)
         kind, message = _describe_routing_error(request, error)
         return build_error_response(error.status_code, kind, message, headers=error.headers)
+
+
+def _handle(scope: Scope, error: GatewayError) -> JSONResponse:
+    # A segment of an unsupported request may look like the name of an object, which is then missing.
+    unsupported = _find_unsupported_request(scope, error.status) if isinstance(error, NotFound) else None
+    return convert_to_response(unsupported or error)
+
+
+def _find_unsupported_request(scope: Scope, status: int) -> Unsupported | None:
+    return find_unsupported_request(_get_method(scope), scope["path"]) if status in (404, 405) else None
 
 
 def _describe_routing_error(request: Request, error: HTTPException) -> tuple[str, str]:
@@ -201,7 +214,7 @@ class ErrorMiddleware:
         except GatewayError as error:
             if status:
                 raise
-            await convert_to_response(error)(scope, receive, send_and_record)
+            await _handle(scope, error)(scope, receive, send_and_record)
         except Exception as error:
             incident_id = secrets.token_hex(4)
             log.error(

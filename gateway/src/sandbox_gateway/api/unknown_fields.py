@@ -45,7 +45,7 @@ class _FieldPath:
 
 @dataclass(frozen=True)
 class RefusedField(_FieldPath):
-    """A field in ``Body.refused_fields`` with a value that is not accepted."""
+    """A field in ``Body.refused_fields`` or ``Body.misplaced_fields`` with a value that is not accepted."""
 
     reason: str
 
@@ -110,8 +110,8 @@ def find_refused_fields(model: type[Body], data: Any) -> Iterator[RefusedField]:
 
 
 def find_refusal(model: type[Body], name: str) -> Refusal | None:
-    """Return the entry of ``model.refused_fields`` for the field ``name``, which may be in snake_case, or None."""
-    return model.refused_fields.get(name) or model.refused_fields.get(_map_snake_names(model).get(name, ""))
+    """Return the refusal of the field ``name``, which may be in snake_case, or None if ``model`` does not refuse it."""
+    return _list_refusals(model).get(name)
 
 
 def _walk(model: type[Body], data: Any, prefix: str = "") -> Iterator[tuple[type[Body], str, str, Any]]:
@@ -132,9 +132,13 @@ def _walk(model: type[Body], data: Any, prefix: str = "") -> Iterator[tuple[type
 
 
 @cache
-def _map_snake_names(model: type[Body]) -> dict[str, str]:
-    """Return a map from the snake_case name to the JSON name of each refused field."""
-    return {_CAPITALS_PATTERN.sub(lambda match: f"_{match[0].lower()}", name): name for name in model.refused_fields}
+def _list_refusals(model: type[Body]) -> dict[str, Refusal]:
+    """Return the refusals of ``model`` by the names of their fields, each as in JSON and in snake_case."""
+    refusals = {**model.misplaced_fields, **model.refused_fields}
+    snake_case = {
+        _CAPITALS_PATTERN.sub(lambda match: f"_{match[0].lower()}", name): refusals[name] for name in refusals
+    }
+    return snake_case | refusals
 
 
 @cache

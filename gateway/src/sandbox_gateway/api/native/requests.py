@@ -373,7 +373,9 @@ class Refresh(NativeBody):
 
 class Resume(NativeBody):
     refused_fields: ClassVar[Mapping[str, Refusal]] = {
-        "autoPause": Refusal("because a sandbox keeps the lifecycle that it was created with: omit this field"),
+        "autoPause": Refusal(
+            "because a sandbox keeps the lifecycle that it was created with: omit this field", accepted_values=()
+        ),
     }
 
     timeout: Timeout = TIMEOUT_FIELD
@@ -543,7 +545,14 @@ class ImageRegistry(NativeBody):
     service_account_json: _Password | None = None
 
     def build_login(self, image: str) -> RegistryLogin:
-        """Return the login. Raises Invalid if it is incomplete, or if ``image`` is not in a registry."""
+        """Return the login. Raises Invalid if it is incomplete or ambiguous, or if ``image`` is not in a registry."""
+        has_password = self.username is not None or self.password is not None
+        if self.type == "gcp" and has_password:
+            raise Invalid(
+                "a login with the type 'gcp' has no 'username' and 'password': remove them, or use 'registry'"
+            )
+        if self.type == "registry" and self.service_account_json is not None:
+            raise Invalid("a login with the type 'registry' has no 'serviceAccountJson': remove it, or use 'gcp'")
         if self.type == "gcp":
             return _build_login(image, _GOOGLE_USER, self.service_account_json)
         return _build_login(image, self.username, self.password)
@@ -603,12 +612,205 @@ class PullTemplate(_ArtifactBody):
 Tags = Annotated[list[Tag], Field(max_length=100)]
 
 
+_ArchiveDigest = Annotated[str, Field(pattern="^[0-9a-f]{64}$")]
+
+
+class TranslateDockerfile(NativeBody):
+    dockerfile: str = Field(max_length=MAX_DOCKERFILE_LENGTH)
+    ignore_file: str = Field("", max_length=MAX_DOCKERFILE_LENGTH, description="The contents of `.dockerignore`.")
+    digests: Annotated[dict[str, _ArchiveDigest], BeforeValidator(_check_pair_count)] | None = Field(
+        None, description="For each source: the digest of the archive with its files."
+    )
+
+
+class SetAlias(NativeBody):
+    alias: Annotated[TemplateName, BeforeValidator(_require_alias)]
+
+
+class AssignTags(NativeBody):
+    target: AnyRef = Field(description="NAME or NAME:TAG: the build that gets the tags.")
+    tags: Tags = Field(min_length=1)
+
+
+class RemoveTags(NativeBody):
+    name: AnyRef = Field(description="A template's name, without a tag.")
+    tags: Tags = Field(min_length=1)
+
+
+def _refuse_misplaced(request: str, remedies: Mapping[str, str]) -> dict[str, Refusal]:
+    """Return a refusal for each field in ``remedies``, which ``request`` has, but not the request that refuses it."""
+    return {name: Refusal(f"because only {request} has this field: {remedy}") for name, remedy in remedies.items()}
+
+
+_COMMAND_REFUSAL = Refusal(
+    "because a template's command is a shell command: set 'startCommand', which replaces the image's entry point"
+)
+_TEMPLATE_NETWORK_REFUSAL = Refusal(
+    "because templates have no network policy: omit this field, and set 'network' when you create a sandbox"
+)
+
+
+_NON_RECIPE_FIELDS = ("name", "description", "prewarm", "registry_username", "registry_password")
+
+
+class CreateTemplate(Sizes):
+    refused_fields: ClassVar[Mapping[str, Refusal]] = {
+        **dict.fromkeys(("args", "command"), _COMMAND_REFUSAL),
+        **dict.fromkeys(("allowOut", "denyOut", "dns", "networkType"), _TEMPLATE_NETWORK_REFUSAL),
+        "allowInternetAccess": Refusal(_TEMPLATE_NETWORK_REFUSAL.reason, accepted_values=(True,)),
+        "exposedPorts": Refusal("because every port of a sandbox is reachable through the gateway: omit this field"),
+        "env": Refusal("because templates have no environment variables: set 'envVars' when you create a sandbox"),
+        "writableLayerSize": Refusal("because a sandbox has a single disk: set 'diskSizeMB'"),
+        **dict.fromkeys(
+            ("probePath", "probePort"),
+            Refusal("because the gateway does not probe ports: set 'readyProbe' to a command"),
+        ),
+        "instanceType": Refusal("because a host has only one kind of machine: omit this field"),
+        "nodes": Refusal("because a gateway manages a single host: omit this field"),
+        "enableIvshmem": Refusal("because sandboxes do not share memory with the host: omit this field"),
+    }
+    ignored_fields: ClassVar[Mapping[str, str]] = {"teamID": "there are no teams"}
+    misplaced_fields: ClassVar[Mapping[str, Refusal]] = _refuse_misplaced(
+        "another request of E2B's client",
+        {
+            "fromImage": "use 'image'",
+            "fromTemplate": "use 'template'",
+            "fromImageRegistry": "use 'registryUsername' and 'registryPassword'",
+            "steps": "use 'setup', a list of shell commands",
+            "startCmd": "use 'startCommand'",
+            "readyCmd": "use 'readyProbe'",
+            "alias": "use 'name'",
+            "tags": "use 'name', as NAME:TAG",
+            "minFreeDiskMb": "use 'diskSizeMB'",
+            "force": "omit it, or build the template again with `POST /templates/{templateID}`",
+            "public": "omit it, because every key can use every template",
+        },
+    ) | {
+        "dockerfile": Refusal(
+            "because this request takes a recipe: translate the Dockerfile with `POST /dockerfiles`, and send the "
+            "result"
+        ),
+        "envVars": Refusal("because templates have no environment variables: set it when you create a sandbox"),
+    }
+
+    name: TemplateName
+    memory_mb: int | None = Field(None, alias="memoryMB", strict=True, ge=64, le=1 << 20)
+    memory: int | None = Field(None, strict=True, ge=64, le=1 << 20, description="The same as `memoryMB`.")
+    cpu: int | None = Field(
+        None, strict=True, ge=1000, le=256_000, description="The same as `cpuCount`, in millicores."
+    )
+    source: Source | None = Field(
+        None, alias="from", description="Absent: `image` with an image, `template` with a template, else `debootstrap`."
+    )
+    suite: str | None = Field(None, max_length=64)
+    mirror: str | None = Field(None, max_length=4096)
+    packages: list[str] | None = Field(None, max_length=2000)
+    path: str | None = Field(None, max_length=4096)
+    image: str | None = Field(None, max_length=MAX_IMAGE_LENGTH)
+    registry_username: _Username | None = Field(None, description="For the image's registry. Not stored.")
+    registry_password: _Password | None = None
+    template: str | None = Field(None, max_length=MAX_REF_LENGTH)
+    setup: Setup | None = None
+    start_command: str | None = Field(None, max_length=MAX_COMMAND_LENGTH)
+    ready_probe: str | None = Field(None, max_length=MAX_COMMAND_LENGTH)
+    ready_timeout: float | None = None
+    setup_timeout: float | None = None
+    setup_network: bool | None = Field(
+        None, strict=True, description="Whether the machine has access to the network during the build. Default: true."
+    )
+    description: str = Field("", max_length=4096)
+    prewarm: PrewarmCount | None = Field(
+        None,
+        description="Number of forks to keep ready, even if the template already exists. Absent: unchanged, or 0 for "
+        "a new template.",
+    )
+
+    def _convert_to_whole_cpus(self, millicores: int) -> int:
+        cpus, rest = divmod(millicores, 1000)
+        if rest:
+            raise Invalid(f"'cpu' is {millicores} millicores, but must be a multiple of 1000: use whole CPUs")
+        if self.cpus not in (None, cpus):
+            raise Invalid(
+                f"'cpu' is {millicores} millicores, but 'cpuCount' is {self.cpus}: specify only one of these fields"
+            )
+        return cpus
+
+    def build_sizes(self) -> dict[str, int]:
+        """Return the sizes in the request, as fields of ``Resources``. Raises Invalid."""
+        sizes: dict[str, int] = self.model_dump(include={"cpus", "memory_mb", "disk_mb"}, exclude_none=True)
+        if self.cpu is not None:
+            sizes["cpus"] = self._convert_to_whole_cpus(self.cpu)
+        if self.memory is not None:
+            if self.memory_mb not in (None, self.memory):
+                raise Invalid(
+                    f"'memory' is {self.memory} MiB, but 'memoryMB' is {self.memory_mb}: specify only one of these "
+                    "fields"
+                )
+            sizes["memory_mb"] = self.memory
+        return sizes
+
+    def build_login(self) -> RegistryLogin | None:
+        """Return the login to the image's registry, if the request contains one. Raises Invalid."""
+        if self.registry_username is None and self.registry_password is None:
+            return None
+        return _build_login(self.image or "", self.registry_username, self.registry_password)
+
+    def build_recipe(self) -> Recipe:
+        """Return the recipe, with defaults for missing fields. Raises Invalid."""
+        sizes = self.build_sizes()
+        recipe_fields = self.model_dump(
+            exclude={*_NON_RECIPE_FIELDS, "cpus", "cpu", "memory_mb", "memory", "disk_mb"}, exclude_none=True
+        )
+        if self.source is None and self.image:
+            recipe_fields["source"] = Source.IMAGE
+        elif self.source is None and self.template:
+            recipe_fields["source"] = Source.TEMPLATE
+        try:
+            recipe = Recipe(**recipe_fields, resources=Resources(**sizes))
+        except ValidationError as error:
+            raise Invalid(explain(error, to_json_name)) from None
+        _check_debian_fields(recipe)
+        return recipe
+
+
+def _check_debian_fields(recipe: Recipe) -> None:
+    """Raise Invalid if ``recipe`` has fields that its source ignores. Stored recipes of older gateways may have them.
+
+    The default of `suite` is accepted, because responses and modules contain it for every source.
+    """
+    if recipe.source is Source.DEBOOTSTRAP:
+        return
+    for name in ("suite", "mirror"):
+        if getattr(recipe, name) != Recipe.model_fields[name].default:
+            raise Invalid(f"'{name}' is valid only with 'from: debootstrap': remove it, or set 'from: debootstrap'")
+
+
+_TEMPLATE_FIELDS = frozenset(
+    [*(field.alias or name for name, field in CreateTemplate.model_fields.items()), *CreateTemplate.refused_fields]
+)
+
+
 class AnnounceTemplate(NativeBody):
     """The first request of a build by E2B's client. `BuildFromImage` is the second one."""
 
     ignored_fields: ClassVar[Mapping[str, str]] = {"alias": "an older name for `name`", "teamID": "there are no teams"}
     refused_fields: ClassVar[Mapping[str, Refusal]] = {
-        "minFreeDiskMb": Refusal("because a template built from an image has a disk of 4096 MiB: omit this field"),
+        "minFreeDiskMb": Refusal(
+            "because a template's disk has 4096 MiB, or the size of the disk in `fromTemplate`: omit this field"
+        ),
+    }
+    misplaced_fields: ClassVar[Mapping[str, Refusal]] = {
+        **_refuse_misplaced(
+            "`POST /templates`",
+            dict.fromkeys(_TEMPLATE_FIELDS - {"name", "cpuCount", "memoryMB"}, "send the whole request there"),
+        ),
+        **_refuse_misplaced(
+            "the second request of a build",
+            dict.fromkeys(
+                ("fromImage", "fromTemplate", "fromImageRegistry", "steps", "startCmd", "readyCmd", "force"),
+                "send it to `POST /v2/templates/{templateID}/builds/{buildID}`",
+            ),
+        ),
     }
 
     name: TemplateName
@@ -637,6 +839,26 @@ class ImageStep(NativeBody):
 
 class BuildFromImage(NativeBody):
     ignored_fields: ClassVar[Mapping[str, str]] = {"force": "no step is cached"}
+    misplaced_fields: ClassVar[Mapping[str, Refusal]] = {
+        **_refuse_misplaced("`POST /templates`", dict.fromkeys(_TEMPLATE_FIELDS, "send the whole request there")),
+        **_refuse_misplaced(
+            "the first request of a build",
+            dict.fromkeys(
+                ("name", "tags", "alias", "teamID", "cpuCount", "memoryMB", "minFreeDiskMb"),
+                "send it to `POST /v3/templates`",
+            ),
+        ),
+        **_refuse_misplaced(
+            "`POST /templates`",
+            {
+                "image": "use 'fromImage'",
+                "template": "use 'fromTemplate'",
+                "setup": "use 'steps'",
+                "startCommand": "use 'startCmd'",
+                "readyProbe": "use 'readyCmd'",
+            },
+        ),
+    }
 
     from_image: str = Field("", max_length=MAX_IMAGE_LENGTH)
     from_template: str = Field("", max_length=MAX_REF_LENGTH)
@@ -686,130 +908,13 @@ class BuildFromImage(NativeBody):
             raise Invalid(str(error)) from None
 
 
-_ArchiveDigest = Annotated[str, Field(pattern="^[0-9a-f]{64}$")]
-
-
-class TranslateDockerfile(NativeBody):
-    dockerfile: str = Field(max_length=MAX_DOCKERFILE_LENGTH)
-    ignore_file: str = Field("", max_length=MAX_DOCKERFILE_LENGTH, description="The contents of `.dockerignore`.")
-    digests: Annotated[dict[str, _ArchiveDigest], BeforeValidator(_check_pair_count)] | None = Field(
-        None, description="For each source: the digest of the archive with its files."
-    )
-
-
 class RebuildTemplate(NativeBody):
     """A request to build a template again with the same recipe."""
 
-
-class SetAlias(NativeBody):
-    alias: Annotated[TemplateName, BeforeValidator(_require_alias)]
-
-
-class AssignTags(NativeBody):
-    target: AnyRef = Field(description="NAME or NAME:TAG: the build that gets the tags.")
-    tags: Tags = Field(min_length=1)
-
-
-class RemoveTags(NativeBody):
-    name: AnyRef = Field(description="A template's name, without a tag.")
-    tags: Tags = Field(min_length=1)
-
-
-_COMMAND_REFUSAL = Refusal(
-    "because a template's command is a shell command: set 'startCommand', which replaces the image's entry point"
-)
-_TEMPLATE_NETWORK_REFUSAL = Refusal(
-    "because templates have no network policy: omit this field, and set 'network' when you create a sandbox"
-)
-
-
-_NON_RECIPE_FIELDS = ("name", "description", "prewarm", "registry_username", "registry_password")
-
-
-class CreateTemplate(Sizes):
-    refused_fields: ClassVar[Mapping[str, Refusal]] = {
-        **dict.fromkeys(("args", "command"), _COMMAND_REFUSAL),
-        **dict.fromkeys(("allowOut", "denyOut", "dns", "networkType"), _TEMPLATE_NETWORK_REFUSAL),
-        "allowInternetAccess": Refusal(_TEMPLATE_NETWORK_REFUSAL.reason, accepted_values=(True,)),
-        "exposedPorts": Refusal("because every port of a sandbox is reachable through the gateway: omit this field"),
-        "env": Refusal("because templates have no environment variables: set 'envVars' when you create a sandbox"),
-        "writableLayerSize": Refusal("because a sandbox has a single disk: set 'diskSizeMB'"),
-        **dict.fromkeys(
-            ("probePath", "probePort"),
-            Refusal("because the gateway does not probe ports: set 'readyProbe' to a command"),
+    misplaced_fields: ClassVar[Mapping[str, Refusal]] = dict.fromkeys(
+        sorted(_TEMPLATE_FIELDS | CreateTemplate.misplaced_fields.keys()),
+        Refusal(
+            "because a template is built again with its own recipe: send a changed recipe, with the template's name, "
+            "to `POST /templates`"
         ),
-        "instanceType": Refusal("because a host has only one kind of machine: omit this field"),
-        "nodes": Refusal("because a gateway manages a single host: omit this field"),
-        "enableIvshmem": Refusal("because sandboxes do not share memory with the host: omit this field"),
-    }
-
-    name: TemplateName
-    memory_mb: int | None = Field(
-        None, alias="memoryMB", validation_alias=AliasChoices("memoryMB", "memory"), strict=True, ge=64, le=1 << 20
     )
-    cpu: int | None = Field(
-        None, strict=True, ge=1000, le=256_000, description="The same as `cpuCount`, in millicores."
-    )
-    source: Source | None = Field(
-        None, alias="from", description="Absent: `image` with an image, `template` with a template, else `debootstrap`."
-    )
-    suite: str | None = Field(None, max_length=64)
-    mirror: str | None = Field(None, max_length=4096)
-    packages: list[str] | None = Field(None, max_length=2000)
-    path: str | None = Field(None, max_length=4096)
-    image: str | None = Field(None, max_length=MAX_IMAGE_LENGTH)
-    registry_username: _Username | None = Field(None, description="For the image's registry. Not stored.")
-    registry_password: _Password | None = None
-    template: str | None = Field(None, max_length=MAX_REF_LENGTH)
-    setup: Setup | None = None
-    start_command: str | None = Field(None, max_length=MAX_COMMAND_LENGTH)
-    ready_probe: str | None = Field(None, max_length=MAX_COMMAND_LENGTH)
-    ready_timeout: float | None = None
-    setup_timeout: float | None = None
-    setup_network: bool | None = Field(
-        None, strict=True, description="Whether the machine has access to the network during the build. Default: true."
-    )
-    description: str = Field("", max_length=4096)
-    prewarm: PrewarmCount | None = Field(
-        None,
-        description="Number of forks to keep ready, even if the template already exists. Absent: unchanged, or 0 for "
-        "a new template.",
-    )
-
-    def _convert_to_whole_cpus(self, millicores: int) -> int:
-        cpus, rest = divmod(millicores, 1000)
-        if rest:
-            raise Invalid(f"'cpu' is {millicores} millicores, but must be a multiple of 1000: use whole CPUs")
-        if self.cpus not in (None, cpus):
-            raise Invalid(
-                f"'cpu' is {millicores} millicores, but 'cpuCount' is {self.cpus}: specify only one of these fields"
-            )
-        return cpus
-
-    def build_sizes(self) -> dict[str, int]:
-        """Return the sizes in the request, as fields of ``Resources``. Raises Invalid."""
-        sizes: dict[str, int] = self.model_dump(include={"cpus", "memory_mb", "disk_mb"}, exclude_none=True)
-        if self.cpu is not None:
-            sizes["cpus"] = self._convert_to_whole_cpus(self.cpu)
-        return sizes
-
-    def build_login(self) -> RegistryLogin | None:
-        """Return the login to the image's registry, if the request contains one. Raises Invalid."""
-        if self.registry_username is None and self.registry_password is None:
-            return None
-        return _build_login(self.image or "", self.registry_username, self.registry_password)
-
-    def build_recipe(self) -> Recipe:
-        """Return the recipe, with defaults for missing fields. Raises Invalid."""
-        sizes = self.build_sizes()
-        recipe_fields = self.model_dump(
-            exclude={*_NON_RECIPE_FIELDS, "cpus", "cpu", "memory_mb", "disk_mb"}, exclude_none=True
-        )
-        if self.source is None and self.image:
-            recipe_fields["source"] = Source.IMAGE
-        elif self.source is None and self.template:
-            recipe_fields["source"] = Source.TEMPLATE
-        try:
-            return Recipe(**recipe_fields, resources=Resources(**sizes))
-        except ValidationError as error:
-            raise Invalid(explain(error, to_json_name)) from None

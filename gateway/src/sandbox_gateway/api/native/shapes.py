@@ -317,6 +317,9 @@ class BuildStarted(Shape):
     names: list[str]
     aliases: list[str]
     build_status: Literal["waiting", "building", "ready", "error"]
+    status: Literal["waiting", "building", "ready", "error"] = Field(
+        description="The build status, with CubeSandbox's name."
+    )
     digest: str
 
 
@@ -935,6 +938,7 @@ def describe_started_build(build: Build) -> BuildStarted:
         names=build.names,
         aliases=build.names,
         build_status=build.status,
+        status=build.status,
         digest=build.digest,
     )
 
