@@ -6,6 +6,8 @@ The clients are unmodified. Here they use a gateway with an in-memory host; the 
 from __future__ import annotations
 
 import os
+from datetime import datetime
+from types import SimpleNamespace
 from typing import Any
 
 import cubesandbox
@@ -13,11 +15,16 @@ import e2b
 import e2b.exceptions
 import httpx
 import pytest
+from e2b.api.client.api.templates import (
+    get_templates,
+    get_templates_template_id,
+    get_templates_template_id_builds_build_id_logs,
+)
 
 from sandbox_gateway.api.body import Body
+from sandbox_gateway.api.client_requests import IGNORED_PARAMETERS, UNSUPPORTED_REQUESTS
 from sandbox_gateway.api.native import requests
 from sandbox_gateway.api.unknown_fields import find_refusal, find_refused_fields, get_fields
-from sandbox_gateway.api.unsupported_requests import REASONS
 from tests.api.memory_gateway import ADMIN_KEY, MemoryGateway
 from tests.api.test_errors import check_refusal
 from tests.sdk import fields
@@ -150,7 +157,7 @@ def e2b_options(memory_gateway: MemoryGateway) -> dict[str, Any]:
 
 def test_requests_without_a_route_say_what_to_use_instead(api: httpx.Client, sandbox: dict[str, Any]) -> None:
     """The status must not be 404, which clients take for the answer that an object does not exist."""
-    for request, reason in REASONS.items():
+    for request, reason in UNSUPPORTED_REQUESTS.items():
         method, route = request.split()
         for name in ("one", sandbox["sandboxID"], "no-such"):
             response = api.request(method, route.replace("{}", name))
@@ -193,3 +200,80 @@ def test_file_calls_on_volumes_reach_the_gateway_with_the_documented_variables(
     volume = e2b.Volume.create("files", validate_api_key=False)
     with pytest.raises(e2b.VolumeException, match="mount the volume in a sandbox"):
         volume.list("/")
+
+
+def test_unknown_query_parameters_cause_a_warning_or_an_error(api: httpx.Client, sandbox: dict[str, Any]) -> None:
+    for route in ("/sandboxes?stat=running", "/v2/sandboxes?stat=running"):
+        response = api.get(route)
+        assert response.status_code == 200 and response.headers["warning"] == '299 - "ignored parameters: stat"'
+        message = check_refusal(api.get(f"{route}&strict=true"), 400, "invalid")
+        assert message == "unknown parameter: stat (did you mean state?): correct or remove it"
+    response = api.delete("/sandboxes/one?force=1&bogus=2&strict=true")
+    assert check_refusal(response, 400, "invalid").startswith("unknown parameters: force")
+    assert api.get("/sandboxes/one").json()["sandboxID"] == sandbox["sandboxID"]
+    response = api.post("/sandboxes/one/timeout?bogus=1", json={"timeout": 60, "tmeout": 60})
+    assert response.status_code == 204
+    assert response.headers["warning"] == '299 - "ignored parameters: bogus; ignored fields: tmeout"'
+
+
+def test_known_query_parameters_cause_no_warning(api: httpx.Client) -> None:
+    build_id = api.get("/templates/base").json()["buildID"]
+    for request, parameters in IGNORED_PARAMETERS.items():
+        method, route = request.split()
+        path = route.replace("{}", "base", 1).replace("{}", build_id)
+        for name in parameters:
+            response = api.request(method, f"{path}?strict=true&{name}=1")
+            assert response.status_code == 200 and "warning" not in response.headers, response.text
+    response = api.get("/v2/sandboxes?state=running&limit=1&order=asc&metadata=a%3Db&strict=true")
+    assert response.status_code == 200 and "warning" not in response.headers
+
+
+def test_many_unknown_parameters_are_shortened(api: httpx.Client) -> None:
+    query = "&".join(f"bogus{number}=1" for number in range(500))
+    assert len(api.get(f"/sandboxes?{query}").headers["warning"]) < 700
+    assert "and more" in check_refusal(api.get(f"/sandboxes?{query}&strict=true"), 400, "invalid")
+
+
+def test_the_log_of_a_build_can_be_read_in_parts(memory_gateway: MemoryGateway, api: httpx.Client) -> None:
+    memory_gateway.build_template("made", setup=["touch /made"])
+    route = f"/templates/made/builds/{api.get('/templates/made').json()['buildID']}"
+    entries = api.get(f"{route}/logs").json()["logs"]
+    assert len(entries) > 2
+
+    def read(**parameters: Any) -> list[dict[str, Any]]:
+        response = api.get(f"{route}/logs", params={"strict": True, **parameters})
+        assert response.status_code == 200, response.text
+        logs: list[dict[str, Any]] = response.json()["logs"]
+        return logs
+
+    assert read(limit=2) == entries[:2] and read(limit=0) == []
+    assert read(direction="backward", limit=1) == entries[-1:]
+    assert read(direction="backward") == entries[::-1]
+    assert read(level="error") == read(level="warn") == [] and read(level="info") == entries
+    assert read(cursor=0) == entries and read(cursor=1 << 50) == []
+    assert read(cursor=0, direction="backward") == [] and read(cursor=1 << 50, direction="backward") == entries[::-1]
+    last_time = int(datetime.fromisoformat(entries[-1]["timestamp"]).timestamp() * 1000)
+    assert entries[-1] in read(cursor=last_time) and entries[-1] in read(cursor=last_time, direction="backward")
+    assert api.get(f"{route}/status?level=error").json()["logs"] == []
+    for query in ("level=loud", "direction=up", "cursor=-1", "limit=x", "follow=1&limit=1", "follow=1&level=error"):
+        check_refusal(api.get(f"{route}/logs?{query}"), 400, "invalid")
+
+
+def test_the_generated_client_of_e2b_can_parse_templates_and_logs(api: httpx.Client) -> None:
+    """No method of the client calls these routes, but its generated part contains them."""
+
+    def call(module: Any, *names: str) -> Any:
+        request = module._get_kwargs(*names)
+        response = api.request(request["method"], request["url"])
+        assert response.status_code == 200
+        return module._parse_response(client=SimpleNamespace(raise_on_unexpected_status=True), response=response)
+
+    api.post("/v3/templates", json={"name": "waiting"}).raise_for_status()
+    template = call(get_templates_template_id, "base")
+    assert template.names == ["base"] and template.envd_version and not template.public
+    (build,) = template.builds
+    assert str(build.build_id) == template.build_id and build.status == template.build_status == "ready"
+    (listed_template,) = [each for each in call(get_templates) if each.names == ["base"]]
+    assert listed_template.memory_mb == template.memory_mb == build.memory_mb > 0
+    logs = call(get_templates_template_id_builds_build_id_logs, "base", str(build.build_id)).logs
+    assert [each.message for each in logs][-1] == "ready" and logs[0].level == "info"

@@ -5,8 +5,7 @@ forwards them to sandboxes. In a fleet, ``fleet`` sends each request to the host
 must carry it out. ``app`` combines the routes and
 the middleware, most of which is in these modules:
 
-* requests: ``dependencies``, ``body`` and ``unknown_fields`` (parameters and fields); ``waiting`` cancels slow
-  operations when their client disconnects.
-* responses: ``errors`` and ``unsupported_requests``, ``paging`` (lists), ``output`` (large responses), ``events`` (a
-  stream), ``metrics``.
+* requests: ``dependencies``, ``body``, ``client_requests`` and ``unknown_fields`` (parameters and fields); ``waiting``
+  cancels slow operations when their client disconnects.
+* responses: ``errors``, ``paging`` (lists), ``output`` (large responses), ``events`` (a stream), ``metrics``.
 """

@@ -155,8 +155,6 @@ def _get_openapi_document(app: FastAPI) -> dict[str, Any]:
         for path, item in document["paths"].items():
             for operation in item.values():
                 operation["responses"].pop("422", None)
-                if "application/json" not in operation.get("requestBody", {}).get("content", {}):
-                    _hide_strict_parameter(operation)
                 for status in _ERRORS:
                     # Errors are JSON even where the successful response is not.
                     operation["responses"][str(status)]["content"] = {"application/json": {"schema": _ERROR_SCHEMA}}
@@ -172,10 +170,3 @@ def _get_openapi_document(app: FastAPI) -> dict[str, Any]:
         document["security"] = [{"key": []}, {"bearer": []}]
         app.openapi_schema = document
     return app.openapi_schema
-
-
-def _hide_strict_parameter(operation: dict[str, Any]) -> None:
-    """Remove the parameter `strict` from an operation whose requests have no body."""
-    operation["parameters"] = [parameter for parameter in operation["parameters"] if parameter["name"] != "strict"]
-    if not operation["parameters"]:
-        del operation["parameters"]

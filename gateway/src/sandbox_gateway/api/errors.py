@@ -16,8 +16,8 @@ from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from sandbox_gateway.api.access.limits import TooSlow
+from sandbox_gateway.api.client_requests import find_unsupported_request
 from sandbox_gateway.api.metrics import Metrics
-from sandbox_gateway.api.unsupported_requests import find_unsupported_request
 from sandbox_gateway.errors import GatewayError, Invalid, NotFound, OutputLost, Unsupported
 from sandbox_gateway.log import Logger
 

@@ -1,23 +1,26 @@
-"""Check the fields of request bodies before they are validated.
+"""Check the query parameters, and the fields of request bodies, before they are validated.
 
-A field that a known client has but the gateway does not support is refused. A response header warns about fields that
-no known client has; with `?strict=true`, these fields are also refused.
+A field that a known client has but the gateway does not support is refused. A response header warns about fields and
+parameters that no known client has; with `?strict=true`, these are also refused.
 """
 
 from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import cache
 from itertools import islice
 from typing import Annotated, Any, get_args
 
 from fastapi import Depends, Query, Request
+from fastapi.dependencies.models import Dependant
+from fastapi.routing import APIRoute
 from pydantic import AliasChoices
 
 from sandbox_gateway.api.body import Body, Refusal
+from sandbox_gateway.api.client_requests import IGNORED_PARAMETERS
 from sandbox_gateway.api.errors import MAX_SHOWN_CHARS, WARNING_KEY, clip
 from sandbox_gateway.errors import Invalid, Unsupported
 
@@ -27,7 +30,10 @@ _MAX_WARNING_LENGTH = 600
 """Maximum characters of the header. Servers and proxies limit the total size of headers, some to 4 KiB."""
 MAX_LIST_ENTRIES = 1000
 """Maximum number of list entries that are examined: no valid list of objects is longer."""
+_MAX_PARAMETERS = 100
+"""Maximum number of query parameters that are examined."""
 _MAX_MATCHED_LENGTH = 40
+_SEGMENT_PATTERN = re.compile("{[^}]*}")
 _CAPITALS_PATTERN = re.compile("(?<=.)[A-Z]+")
 _UNPRINTABLE_PATTERN = re.compile(r'[^\x20-\x7e]|["\\]')
 
@@ -56,7 +62,7 @@ class RefusedField(_FieldPath):
 @dataclass(frozen=True)
 class UnknownField(_FieldPath):
     similar_name: str
-    """A known field of the same object with a similar name; empty if there is none."""
+    """A known field of the same object, or a parameter of the request, with a similar name; empty if there is none."""
 
     def __str__(self) -> str:
         return f"{self.name} (did you mean {self.similar_name}?)" if self.similar_name else self.name
@@ -64,31 +70,55 @@ class UnknownField(_FieldPath):
 
 async def _check_fields(
     request: Request,
-    strict: Annotated[bool, Query(description="Refuse a body that has fields this gateway does not know.")] = False,
+    strict: Annotated[
+        bool, Query(description="Refuse query parameters and fields this gateway does not know.")
+    ] = False,
 ) -> None:
-    """Raise Unsupported for refused fields and, if ``strict``, Invalid for unknown ones.
+    """Raise Unsupported for refused fields and, if ``strict``, Invalid for unknown fields and parameters.
 
     Runs before validation, so that a misspelt field is reported as unknown.
     """
-    body = request.scope["route"].body_field
-    model = find_model(body.field_info.annotation) if body else None
-    if model is None:
-        return
-    try:
-        data = await request.json()  # FastAPI has already parsed it, and Starlette caches the result.
-    except (ValueError, RecursionError):
-        return
-    if refused_fields := list(islice(find_refused_fields(model, data), _MAX_NAMED_FIELDS)):
-        raise Unsupported("; ".join(map(str, refused_fields)))
-    unknown_fields = list(islice(find_unknown_fields(model, data), _MAX_NAMED_FIELDS + 1))
-    if unknown_fields and strict:
-        noun, pronoun = ("field", "it") if len(unknown_fields) == 1 else ("fields", "them")
-        raise Invalid(
-            f"unknown {noun}: {_join_names([str(field) for field in unknown_fields])}: correct or remove {pronoun}"
+    route: APIRoute = request.scope["route"]
+    parameters = list(islice(_find_unknown_parameters(request, route), _MAX_NAMED_FIELDS + 1))
+    unknown_names: dict[str, list[UnknownField]] = {"parameter": parameters}
+    model = find_model(route.body_field.field_info.annotation) if route.body_field else None
+    if model is not None:
+        try:
+            data = await request.json()  # FastAPI has already parsed it, and Starlette caches the result.
+        except (ValueError, RecursionError):
+            data = None
+        if refused_fields := list(islice(find_refused_fields(model, data), _MAX_NAMED_FIELDS)):
+            raise Unsupported("; ".join(map(str, refused_fields)))
+        unknown_names["field"] = list(islice(find_unknown_fields(model, data), _MAX_NAMED_FIELDS + 1))
+    unknown_names = {noun: names for noun, names in unknown_names.items() if names}
+    if unknown_names and strict:
+        raise Invalid("; ".join(_describe_unknown_names(noun, names) for noun, names in unknown_names.items()))
+    if unknown_names:
+        text = "; ".join(
+            f"ignored {noun}s: {_join_names([each.name for each in names])}" for noun, names in unknown_names.items()
         )
-    if unknown_fields:
-        text = f"ignored fields: {_join_names([field.name for field in unknown_fields])}"
         request.scope[WARNING_KEY] = f'299 - "{clip(text, _MAX_WARNING_LENGTH)}"'
+
+
+def _describe_unknown_names(noun: str, names: list[UnknownField]) -> str:
+    noun, pronoun = (noun, "it") if len(names) == 1 else (f"{noun}s", "them")
+    return f"unknown {noun}: {_join_names([str(each) for each in names])}: correct or remove {pronoun}"
+
+
+def _find_unknown_parameters(request: Request, route: APIRoute) -> Iterator[UnknownField]:
+    """Yield the parameters of the query that neither ``route`` nor any known client has."""
+    known_names = [*_list_parameters(route.dependant), "strict"]
+    ignored_names = IGNORED_PARAMETERS.get(f"{request.method} {_SEGMENT_PATTERN.sub('{}', route.path)}", {})
+    for name in list(request.query_params)[:_MAX_PARAMETERS]:
+        if name not in known_names and name not in ignored_names:
+            yield UnknownField(name, _find_similar(name, known_names))
+
+
+def _list_parameters(dependant: Dependant) -> Iterator[str]:
+    """Yield the names of the query parameters of a route, and of what it depends on."""
+    yield from (parameter.alias for parameter in dependant.query_params)
+    for each in dependant.dependencies:
+        yield from _list_parameters(each)
 
 
 CheckFields = Depends(_check_fields)
@@ -162,10 +192,11 @@ def find_model(annotation: Any) -> type[Body] | None:
 
 
 def _find_similar_name(name: str, model: type[Body]) -> str:
-    name_by_normal_form = {
-        _normalize(field_name): field_name
-        for field_name in (field.alias or key for key, field in model.model_fields.items())
-    }
+    return _find_similar(name, (field.alias or key for key, field in model.model_fields.items()))
+
+
+def _find_similar(name: str, known_names: Iterable[str]) -> str:
+    name_by_normal_form = {_normalize(known_name): known_name for known_name in known_names}
     matches = difflib.get_close_matches(_normalize(name[:_MAX_MATCHED_LENGTH]), name_by_normal_form, n=1)
     return name_by_normal_form[matches[0]] if matches else ""
 

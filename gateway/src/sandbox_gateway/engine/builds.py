@@ -25,6 +25,11 @@ class LogLine(NamedTuple):
     text: str
     time: datetime
 
+    @property
+    def milliseconds(self) -> int:
+        """The time since 1970 (UTC)."""
+        return int(self.time.timestamp() * 1000)
+
 
 @dataclass
 class Build:

@@ -28,7 +28,7 @@ from sandbox_gateway.records import (
 if TYPE_CHECKING:
     from sandbox_gateway.engine.agent_client import ExecResult
     from sandbox_gateway.engine.build_context_patterns import IgnorePattern
-    from sandbox_gateway.engine.builds import Build
+    from sandbox_gateway.engine.builds import Build, LogLine
     from sandbox_gateway.engine.dockerfiles import Dockerfile
     from sandbox_gateway.engine.loads import Sample
     from sandbox_gateway.engine.prewarm import Level
@@ -273,13 +273,31 @@ class TemplateShape(Shape):
         {}, description="The recipe in canonical form, valid as a request; only when the template is ready."
     )
     description: str = ""
-    cpu_count: int | None = Field(None, description="This field and the following: only when the template is ready.")
+    cpu_count: int | None = Field(None, description="Null: the build waits for its steps.")
     memory_mb: int | None = None
     disk_size_mb: int | None = None
-    memory: str | None = None
+    memory: str | None = Field(None, description="This field and the following: only when the template is ready.")
     memory_problem: str | None = Field(None, description="Why its memory cannot be restored now; empty if it can.")
     prewarm: PrewarmShape | None = None
     sandbox_host: str | None = Field(None, description="Its host, in a fleet.")
+    public: bool = Field(description="False. E2B's client requires this field and the following.")
+    created_by: None = Field(description="Null: not recorded.")
+    last_spawned_at: None = Field(description="Null: not recorded.")
+    spawn_count: None = Field(description="Null: not recorded.")
+    build_count: int = Field(description="1: each build is a template of its own.")
+    envd_version: str
+    builds: list[TemplateBuildShape] | None = Field(None, description="The build; only when one template is shown.")
+
+
+class TemplateBuildShape(Shape):
+    build_id: str
+    status: Literal["waiting", "building", "ready", "error"]
+    created_at: datetime
+    updated_at: datetime
+    cpu_count: int | None
+    memory_mb: int | None
+    disk_size_mb: int | None
+    envd_version: str
 
 
 class AliasShape(Shape):
@@ -290,7 +308,7 @@ class AliasShape(Shape):
 class LogEntryShape(Shape):
     timestamp: datetime
     message: str
-    level: Literal["info"] = Field(description="Lines of a build have no level.")
+    level: Literal["info"] = Field(description="The lines of a build do not have different levels.")
 
 
 class BuildReasonShape(Shape):
@@ -308,7 +326,7 @@ class BuildShape(Shape):
 
 
 class LogShape(Shape):
-    logs: list[str]
+    logs: list[LogEntryShape]
 
 
 class BuildStarted(Shape):
@@ -790,6 +808,32 @@ def describe_prewarm(level: Level) -> PrewarmShape:
     return PrewarmShape(target=level.target, ready=level.ready)
 
 
+_E2B_FIELDS: dict[str, Any] = {
+    "public": False,
+    "created_by": None,
+    "last_spawned_at": None,
+    "spawn_count": None,
+    "build_count": 1,
+    "envd_version": ENVD_VERSION,
+}
+"""Fields of every template, without which E2B's generated client fails."""
+
+
+def add_build(template: TemplateShape) -> TemplateShape:
+    """Return ``template`` with a description of its build."""
+    build = TemplateBuildShape(
+        build_id=template.build_id,
+        status=template.build_status,
+        created_at=template.created_at,
+        updated_at=template.updated_at,
+        cpu_count=template.cpu_count,
+        memory_mb=template.memory_mb,
+        disk_size_mb=template.disk_size_mb,
+        envd_version=ENVD_VERSION,
+    )
+    return template.model_copy(update={"builds": [build]})
+
+
 def describe_template(
     template: Snapshot,
     *,
@@ -823,12 +867,14 @@ def describe_template(
         memory_problem=memory_problem,
         forks=forks,
         prewarm=describe_prewarm(prewarm),
+        **_E2B_FIELDS,
         **extra,
     )
 
 
 def describe_unready_template(build: Build) -> TemplateShape:
     """Describe a template that is being built or whose build has failed."""
+    sizes = Recipe.model_validate(build.recipe).resources if build.recipe else None
     shape = TemplateShape(
         template_id=build.template_id,
         names=build.names,
@@ -843,6 +889,10 @@ def describe_unready_template(build: Build) -> TemplateShape:
         updated_at=build.started_at,
         generation=0,
         forks=0,
+        cpu_count=sizes and sizes.cpus,
+        memory_mb=sizes and sizes.memory_mb,
+        disk_size_mb=sizes and sizes.disk_mb,
+        **_E2B_FIELDS,
     )
     return shape.model_copy(update={"reason": build.reason, "last_error": build.reason}) if build.reason else shape
 
@@ -897,18 +947,42 @@ def describe_dockerfile(
     )
 
 
-def describe_build(build: Build, offset: int = 0, limit: int | None = None) -> BuildShape:
-    lines = build.log_lines[offset : None if limit is None else offset + limit]
+def describe_build(build: Build, level: str = "debug", offset: int = 0, limit: int | None = None) -> BuildShape:
+    lines = _select_lines(build, level)[offset : None if limit is None else offset + limit]
     shape = BuildShape(
         build_id=build.build_id,
         template_id=build.template_id,
         status=build.status,
         logs=[line.text for line in lines],
-        log_entries=[LogEntryShape(timestamp=line.time, message=line.text, level="info") for line in lines],
+        log_entries=[_describe_line(line) for line in lines],
         error_message=build.reason,
     )
     # E2B's client fails if the reason is null.
     return shape.model_copy(update={"reason": BuildReasonShape(message=build.reason)}) if build.reason else shape
+
+
+def describe_log(build: Build, level: str, cursor: int | None, limit: int | None, *, is_backward: bool) -> LogShape:
+    """Describe the lines from the time ``cursor`` on, or, if ``is_backward``, up to it with the newest line first.
+
+    ``cursor`` is in milliseconds since 1970 (UTC).
+    """
+    lines = _select_lines(build, level)
+    if cursor is not None:
+        lines = [
+            line for line in lines if (line.milliseconds <= cursor if is_backward else line.milliseconds >= cursor)
+        ]
+    if is_backward:
+        lines.reverse()
+    return LogShape(logs=[_describe_line(line) for line in lines[:limit]])
+
+
+def _select_lines(build: Build, level: str) -> list[LogLine]:
+    """Return the lines with at least this level. All lines have the level info."""
+    return list(build.log_lines) if level in ("debug", "info") else []
+
+
+def _describe_line(line: LogLine) -> LogEntryShape:
+    return LogEntryShape(timestamp=line.time, message=line.text, level="info")
 
 
 def describe_tag(name: str, template: Snapshot) -> TagShape:

@@ -5,9 +5,10 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import AsyncIterator
-from typing import Annotated
+from typing import Annotated, Literal
 
-from fastapi import APIRouter, Path, Query, Request, Response
+from fastapi import APIRouter, Depends, Path, Query, Request, Response
+from fastapi.encoders import jsonable_encoder
 from fastapi.responses import JSONResponse, StreamingResponse
 
 from sandbox_gateway.api.access.auth import get_plan_id
@@ -25,11 +26,14 @@ from sandbox_gateway.engine.engine import Engine
 from sandbox_gateway.engine.image_steps import name_unchecked_archive
 from sandbox_gateway.engine.names import create_build_id, remove_default_tag, require_valid_template_name
 from sandbox_gateway.engine.templates import is_outdated
-from sandbox_gateway.errors import NotFound, Unsupported
+from sandbox_gateway.errors import Invalid, NotFound, Unsupported
 from sandbox_gateway.recipes import Recipe, Source
 from sandbox_gateway.records import Snapshot, SnapshotKind
 
 router = APIRouter(tags=["templates"])
+LogLevel = Annotated[
+    Literal["debug", "info", "warn", "error"], Query(description="Omit lines below this level. All lines have info.")
+]
 Digest = Annotated[str, Path(pattern="^[0-9a-f]{64}$", description="The digest that the client has computed.")]
 
 
@@ -127,9 +131,18 @@ async def translate_dockerfile(
     )
 
 
+def _declare_upload_parameters(
+    _expires: Annotated[str, Query(alias="expires", description="Only in a signed URL.")] = "",
+    _signature: Annotated[str, Query(alias="signature", description="Only in a signed URL.")] = "",
+    _host: Annotated[str, Query(alias="host", description="In a fleet: the host that stores the archive.")] = "",
+) -> None:
+    """Declare the parameters that are read before a request reaches its route."""
+
+
 @router.put(
     f"{UPLOAD_PREFIX}{{digest}}",
     status_code=204,
+    dependencies=[Depends(_declare_upload_parameters)],
     summary="Upload the files of a build step, as a tar archive (E2B). Needs no key with a signed URL",
     openapi_extra={
         "requestBody": {
@@ -189,13 +202,14 @@ async def list_templates(
 async def show(ref: Ref, engine: EngineDep) -> shapes.TemplateShape:
     guest_digest = await engine.templates.compute_guest_digest()
     try:
-        return _describe_ready_template(engine, engine.templates.get(ref), guest_digest)
+        template = _describe_ready_template(engine, engine.templates.get(ref), guest_digest)
     except NotFound:
         build = engine.templates.get_build(ref)
         if build.status == "ready":
             # The template was built, and has since been removed.
             raise
-        return shapes.describe_unready_template(build)
+        template = shapes.describe_unready_template(build)
+    return shapes.add_build(template)
 
 
 @router.get("/templates/aliases/{ref}", summary="Find a template by name")
@@ -223,8 +237,9 @@ async def show_build_status(
     engine: EngineDep,
     offset: Annotated[int, Query(alias="logsOffset", ge=0, description="Skip this many lines")] = 0,
     limit: Annotated[int | None, Query(ge=0, le=100_000, description="Maximum number of lines")] = None,
+    level: LogLevel = "debug",
 ) -> shapes.BuildShape:
-    return shapes.describe_build(engine.templates.get_build(ref, build), offset, limit)
+    return shapes.describe_build(engine.templates.get_build(ref, build), level, offset, limit)
 
 
 @router.get(
@@ -238,11 +253,23 @@ async def show_build_log(
     build: Ref,
     engine: EngineDep,
     follow: Annotated[bool, Query(description="Stream the log as text until the build finishes")] = False,
+    level: LogLevel = "debug",
+    direction: Annotated[
+        Literal["forward", "backward"], Query(description="Whether the oldest or the newest line is the first")
+    ] = "forward",
+    cursor: Annotated[
+        int | None,
+        Query(ge=0, le=1 << 53, description="The time of the first line, in milliseconds since 1970 (UTC)"),
+    ] = None,
+    limit: Annotated[int | None, Query(ge=0, le=100_000, description="Maximum number of lines")] = None,
 ) -> Response:
     build_record = engine.templates.get_build(ref, build)
     if follow:
+        if limit is not None or cursor is not None or direction == "backward" or level != "debug":
+            raise Invalid("'follow' returns the whole log: omit 'limit', 'cursor', 'direction' and 'level'")
         return StreamingResponse(_stream_log_lines(build_record), media_type="text/plain; charset=utf-8")
-    return JSONResponse({"logs": build_record.lines})
+    shape = shapes.describe_log(build_record, level, cursor, limit, is_backward=direction == "backward")
+    return JSONResponse(jsonable_encoder(shape, by_alias=True))
 
 
 @router.delete(

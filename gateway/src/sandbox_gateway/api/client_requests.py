@@ -1,7 +1,6 @@
-"""Requests of the published clients for which there is no route.
+"""Requests and query parameters of the published clients that the gateway does not support.
 
-Clients treat 404 as the answer to a question: `Secret.exists` of E2B's client returns False. So these requests get 400,
-with a reason.
+In requests, `{}` stands for one segment of the path.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ _SECRETS_REASON = "there are no secrets: use `envVars`"
 _TAGS_REASON = "only E2B's dashboard uses it: use `GET /templates/{}/tags`"
 _PUBLIC_REASON = "there are no public templates: every key can use every template"
 
-REASONS = {
+UNSUPPORTED_REQUESTS = {
     "GET /default-templates": "there are none: use `GET /templates`",
     "GET /v2/templates": "use `GET /templates`",
     "PATCH /templates/{}": _PUBLIC_REASON,
@@ -33,14 +32,26 @@ REASONS = {
     "GET /templates/{}/tags/groups": _TAGS_REASON,
     "GET /templates/{}/tags/{}/assignments": _TAGS_REASON,
 }
-"""Why each request is not supported, and what to use instead. `{}` stands for one segment of the path."""
+"""For each request without a route: why it is not supported, and what to use instead.
 
-_PATTERNS = {re.compile(re.escape(request).replace(r"\{\}", "[^/]+")): request for request in REASONS}
+The status of the response is 400, because clients treat 404 as the answer to a question: `Secret.exists` of E2B's
+client returns False.
+"""
+
+_ONE_BUILD_REASON = "a template has only one build"
+IGNORED_PARAMETERS = {
+    "GET /templates": {"teamID": "there are no teams"},
+    "GET /templates/{}": {"limit": _ONE_BUILD_REASON, "nextToken": _ONE_BUILD_REASON},
+    "GET /templates/{}/builds/{}/logs": {"source": "a log is stored in only one place"},
+}
+"""For each request: the query parameters without an effect, with the reasons."""
+
+_PATTERNS = {re.compile(re.escape(request).replace(r"\{\}", "[^/]+")): request for request in UNSUPPORTED_REQUESTS}
 
 
 def find_unsupported_request(method: str, path: str) -> Unsupported | None:
     """Return the error for the request if a published client can send it, or None."""
     for pattern, request in _PATTERNS.items():
         if pattern.fullmatch(f"{method} {path}"):
-            return Unsupported(f"{request} is not supported: {REASONS[request]}")
+            return Unsupported(f"{request} is not supported: {UNSUPPORTED_REQUESTS[request]}")
     return None
