@@ -374,6 +374,11 @@ def test_metrics_report_the_usage(server, create_sandbox):
     later_samples = sandbox.get_metrics(start=samples[1].timestamp)
     assert later_samples[0] == samples[1] and samples[0] not in later_samples
     assert sandbox.get_metrics(end=start_time - timedelta(seconds=5)) == []
+    network = HTTP.get(f"{server.url}/sandboxes/{sandbox.sandbox_id}/metrics", headers={"X-API-Key": server.key}).json()
+    rates = [each[f"{direction}BytesPerSecond"] for each in network for direction in ("received", "sent")]
+    assert rates[:2] == [None, None]
+    # The requests to the agent go over the sandbox's network. Jails are not measured.
+    assert all(rate > 0 for rate in rates[2:4]) if server.kind == "kvm_xfs" else set(rates) == {None}
     sandbox.kill()
     with pytest.raises(e2b.SandboxNotFoundException):
         sandbox.get_metrics()

@@ -90,6 +90,29 @@ async def test_cpu_use_is_the_average_since_the_last_sample(
         assert (await engine.loads.get_history("one"))[-1].cpu_percent is None
 
 
+async def test_network_rates_are_the_averages_since_the_last_sample_of_the_machine(
+    tmp_path: Path, clock: list[float]
+) -> None:
+    """The counters of a machine need not start at zero, because another one may have used the same interface."""
+    host = _Host()
+    async with opened_engine(tmp_path, host) as engine:
+        sandbox = await create(engine, "one", cold_start=True)
+        for current_time, received, sent in ((1000.0, 7000, 500), (1010.0, 8000, 500), (1020.0, 8000, 600)):
+            clock[0] = current_time
+            host.load = Load(received_bytes=received, sent_bytes=sent, running_seconds=6.0)
+            samples = await engine.loads.get_history("one")
+        assert [(each.received_rate, each.sent_rate) for each in samples] == [(None, None), (100.0, 0.0), (0.0, 10.0)]
+        sums = loads.sum_samples(engine.loads.list_current_samples())
+        assert (sums["received_rate"], sums["sent_rate"]) == (0.0, 10.0)
+        snapshot = await engine.snapshots.create("one")
+        await engine.sandboxes.rollback(sandbox.id, snapshot.id)
+        clock[0] = 1030.0
+        assert (await engine.loads.get_history("one"))[-1].received_rate is None
+        clock[0] = 1040.0
+        host.load = Load()
+        assert (await engine.loads.get_history("one"))[-1].received_rate is None
+
+
 async def test_the_history_is_bounded_and_filtered(tmp_path: Path, clock: list[float]) -> None:
     async with opened_engine(tmp_path, _Host()) as engine:
         await create(engine, "one")
@@ -147,5 +170,5 @@ def test_a_history_needs_little_memory() -> None:
     history = loads._History()
     for number in range(120):
         history.add(loads.Sample(5.0 * number, 1.0, 1 << 30, None))
-    assert history.numbers.itemsize * len(history.numbers) < 4000
+    assert history.numbers.itemsize * len(history.numbers) < 6000
     assert history.newest_sample == loads.Sample(595.0, 1.0, 1 << 30, None)

@@ -184,6 +184,12 @@ class _Inventory(Collector):
                 f"Bytes of {resource} that running sandboxes use; shared bytes count for each sandbox.",
                 usage_sums[f"{resource}_bytes"],
             )
+        for direction in ("received", "sent"):
+            yield GaugeMetricFamily(
+                f"sandbox_gateway_{direction}_bytes_per_second",
+                f"Bytes per second that running sandboxes have {direction} over their networks (`kvm_xfs`).",
+                usage_sums[f"{direction}_rate"],
+            )
 
     def describe(self) -> Iterable[Metric]:
         return []

@@ -33,16 +33,19 @@ class Sample:
     """The resource use of a sandbox at one moment. None: the host cannot measure this resource.
 
     ``time``: in seconds since 1970; ``cpu_percent``: the average since the previous sample (or since the start of the
-    machine), as a percentage of all CPUs of the sandbox.
+    machine), as a percentage of all CPUs of the sandbox. ``received_rate``, ``sent_rate``: the average number of bytes
+    per second since the previous sample of the machine.
     """
 
     time: float
     cpu_percent: float | None
     memory_bytes: int | None
     disk_bytes: int | None
+    received_rate: float | None = None
+    sent_rate: float | None = None
 
 
-_NUMBERS_PER_SAMPLE = 4
+_NUMBERS_PER_SAMPLE = 6
 
 
 @dataclass
@@ -51,12 +54,20 @@ class _History:
 
     numbers: array[float] = field(default_factory=lambda: array("d"))
     instance: str = ""
-    cpu_seconds: float = 0.0
+    load: Load = field(default_factory=Load)
+    """The last measurement of this instance."""
     measured_at: float = 0.0
-    """The time of the last measurement of this instance's CPU time, on the monotonic clock."""
+    """The time of that measurement, on the monotonic clock."""
 
     def add(self, sample: Sample) -> None:
-        values = (sample.time, sample.cpu_percent, sample.memory_bytes, sample.disk_bytes)
+        values = (
+            sample.time,
+            sample.cpu_percent,
+            sample.memory_bytes,
+            sample.disk_bytes,
+            sample.received_rate,
+            sample.sent_rate,
+        )
         self.numbers.extend(math.nan if value is None else value for value in values)
         earliest_time = sample.time - HISTORY_SECONDS
         expired_count = sum(sampled_at < earliest_time for sampled_at in self.numbers[::_NUMBERS_PER_SAMPLE])
@@ -64,12 +75,23 @@ class _History:
 
     def iterate_samples(self) -> Iterator[Sample]:
         for index in range(0, len(self.numbers), _NUMBERS_PER_SAMPLE):
-            sampled_at, cpu, memory, disk = self.numbers[index : index + _NUMBERS_PER_SAMPLE]
-            yield Sample(sampled_at, None if math.isnan(cpu) else cpu, _to_integer(memory), _to_integer(disk))
+            sampled_at, cpu, memory, disk, received, sent = self.numbers[index : index + _NUMBERS_PER_SAMPLE]
+            yield Sample(
+                sampled_at,
+                _to_number(cpu),
+                _to_integer(memory),
+                _to_integer(disk),
+                _to_number(received),
+                _to_number(sent),
+            )
 
     @property
     def newest_sample(self) -> Sample | None:
         return next(_History(self.numbers[-_NUMBERS_PER_SAMPLE:]).iterate_samples(), None)
+
+
+def _to_number(value: float) -> float | None:
+    return None if math.isnan(value) else value
 
 
 def _to_integer(value: float) -> int | None:
@@ -142,8 +164,8 @@ class Loads:
             current_sandbox = self._index.sandboxes.get(sandbox.id)
             if load is not None and current_sandbox is not None and current_sandbox.instance == sandbox.instance:
                 history = self._histories.setdefault(sandbox.id, _History())
-                cpu_percent = _measure_cpu_percent(history, sandbox, load, measured_at)
-                history.add(Sample(sampled_at, cpu_percent, load.memory_bytes, load.disk_bytes))
+                history.add(_build_sample(history, sandbox, load, sampled_at, measured_at))
+                history.instance, history.load, history.measured_at = sandbox.instance, load, measured_at
 
     def _log_failure(self, error: Exception) -> None:
         """Log only the first of consecutive failures, because they are usually the same."""
@@ -153,25 +175,42 @@ class Loads:
         self._has_failed = True
 
 
-def _measure_cpu_percent(history: _History, sandbox: Sandbox, load: Load, measured_at: float) -> float | None:
-    """Return the CPU use since the last measurement, in percent, and store the new measurement in ``history``."""
+def _build_sample(history: _History, sandbox: Sandbox, load: Load, sampled_at: float, measured_at: float) -> Sample:
+    """Return a sample with the averages since the last measurement in ``history``."""
+    is_first = history.instance != sandbox.instance
+    last_load = Load() if is_first else history.load
+    elapsed_seconds = load.running_seconds if is_first else measured_at - history.measured_at
+
+    def compute_rate(count: float | None, last_count: float | None) -> float | None:
+        if count is None or last_count is None or elapsed_seconds <= 0:
+            return None
+        return max(0.0, (count - last_count) / elapsed_seconds)
+
     if load.cpu_percent is not None:
-        return load.cpu_percent / sandbox.resources.cpus
-    if load.cpu_seconds is None:
-        return None
-    used_seconds, elapsed_seconds = load.cpu_seconds, load.running_seconds
-    if history.instance == sandbox.instance:
-        used_seconds -= history.cpu_seconds
-        elapsed_seconds = measured_at - history.measured_at
-    history.instance, history.cpu_seconds, history.measured_at = sandbox.instance, load.cpu_seconds, measured_at
-    return max(0.0, 100 * used_seconds / elapsed_seconds / sandbox.resources.cpus) if elapsed_seconds > 0 else None
+        cpu_percent: float | None = load.cpu_percent
+    else:
+        cpu_rate = compute_rate(load.cpu_seconds, 0 if is_first else last_load.cpu_seconds)
+        cpu_percent = None if cpu_rate is None else 100 * cpu_rate
+    return Sample(
+        sampled_at,
+        None if cpu_percent is None else cpu_percent / sandbox.resources.cpus,
+        load.memory_bytes,
+        load.disk_bytes,
+        compute_rate(load.received_bytes, last_load.received_bytes),
+        compute_rate(load.sent_bytes, last_load.sent_bytes),
+    )
 
 
 def sum_samples(samples: Iterable[tuple[Sandbox, Sample]]) -> dict[str, float]:
-    """Return the total resource use of sandboxes: ``cpus``, ``memory_bytes`` and ``disk_bytes``."""
-    sums = {"cpus": 0.0, "memory_bytes": 0.0, "disk_bytes": 0.0}
+    """Return the total resource use of sandboxes.
+
+    ``cpus``, ``memory_bytes``, ``disk_bytes``, and in bytes per second ``received_rate`` and ``sent_rate``.
+    """
+    sums = dict.fromkeys(("cpus", "memory_bytes", "disk_bytes", "received_rate", "sent_rate"), 0.0)
     for sandbox, sample in samples:
         sums["cpus"] += (sample.cpu_percent or 0) / 100 * sandbox.resources.cpus
         sums["memory_bytes"] += sample.memory_bytes or 0
         sums["disk_bytes"] += sample.disk_bytes or 0
+        sums["received_rate"] += sample.received_rate or 0
+        sums["sent_rate"] += sample.sent_rate or 0
     return sums

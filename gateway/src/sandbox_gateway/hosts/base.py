@@ -90,6 +90,7 @@ class Load:
     None means that the host cannot measure a value. Shared memory and shared disk blocks count fully, because measuring
     shares is expensive. ``cpu_seconds``: the CPU time since the machine was started ``running_seconds`` ago. A host
     whose kernel measures the current CPU usage sets ``cpu_percent`` instead, in percent of one CPU.
+    ``received_bytes``, ``sent_bytes``: what the guest has received and sent, counted from an arbitrary start.
     """
 
     memory_bytes: int | None = None
@@ -97,6 +98,8 @@ class Load:
     cpu_seconds: float | None = None
     running_seconds: float = 0.0
     cpu_percent: float | None = None
+    received_bytes: int | None = None
+    sent_bytes: int | None = None
 
 
 @dataclass(frozen=True)

@@ -503,6 +503,10 @@ class MetricShape(Shape):
     mem_cache: None = Field(None, description="Always null: the host cannot measure the page cache of a guest.")
     disk_used: int | None = Field(description="Bytes on the disk, including shared ones.")
     disk_total: int
+    received_bytes_per_second: float | None = Field(
+        description="Over the network, averaged since the previous sample; null in the first one of a machine."
+    )
+    sent_bytes_per_second: float | None
 
 
 class ForkErrorShape(Shape):
@@ -1042,6 +1046,8 @@ def describe_sample(sandbox: Sandbox, sample: Sample) -> MetricShape:
         mem_total=sizes.memory_mb * _MIB,
         disk_used=sample.disk_bytes,
         disk_total=sizes.disk_mb * _MIB,
+        received_bytes_per_second=None if sample.received_rate is None else round(sample.received_rate, 1),
+        sent_bytes_per_second=None if sample.sent_rate is None else round(sample.sent_rate, 1),
     )
 
 

@@ -25,6 +25,7 @@ from sandbox_gateway.hosts.kvm_xfs.bounded_log import (
     read_log,
 )
 from sandbox_gateway.hosts.kvm_xfs.files.layout import InstanceFiles
+from sandbox_gateway.hosts.kvm_xfs.network.addresses import TAP_NAME
 from sandbox_gateway.hosts.kvm_xfs.process_checks import send_signal
 from sandbox_gateway.hosts.kvm_xfs.qemu.command_line import MachineSpec, build_arguments
 from sandbox_gateway.hosts.kvm_xfs.qemu.processes import start_in_namespace
@@ -46,6 +47,19 @@ _CONSOLE_LOG_TIMEOUT_SECONDS = 2.0
 
 _MAX_MESSAGE_BYTES = 1 << 20
 """Maximum length of a message from QEMU. Parsing a message blocks the event loop."""
+
+
+def parse_traffic(interfaces: str) -> tuple[int | None, int | None]:
+    """Return the bytes that a guest has received and sent, from the `/proc/PID/net/dev` of its namespace.
+
+    Both are None if the namespace has no tap. What the tap sends, the guest receives.
+    """
+    for line in interfaces.splitlines():
+        name, _, counters = line.partition(":")
+        if name.strip() == TAP_NAME:
+            numbers = counters.split()
+            return int(numbers[8]), int(numbers[0])
+    return None, None
 
 
 class Machine:
@@ -234,6 +248,8 @@ class Machine:
             stat_fields = Path(f"/proc/{self.pid}/stat").read_bytes().rpartition(b")")[2].split()
             resident_pages = int(Path(f"/proc/{self.pid}/statm").read_bytes().split()[1])
             disk_status = self.files.disk.stat()
+            # The process runs in the namespace of its slot.
+            received_bytes, sent_bytes = parse_traffic(Path(f"/proc/{self.pid}/net/dev").read_text())
         except OSError:
             return None
         started_at = int(stat_fields[19]) / _TICKS_PER_SECOND
@@ -242,6 +258,8 @@ class Machine:
             disk_bytes=disk_status.st_blocks * 512,
             cpu_seconds=(int(stat_fields[11]) + int(stat_fields[12])) / _TICKS_PER_SECOND,
             running_seconds=time.clock_gettime(time.CLOCK_BOOTTIME) - started_at,
+            received_bytes=received_bytes,
+            sent_bytes=sent_bytes,
         )
 
     def log_tail(self) -> str:
