@@ -27,6 +27,7 @@ from sandbox_gateway.hosts.base import Room, SnapshotPart
 from sandbox_gateway.records import Snapshot
 from tests.api.memory_gateway import ADMIN_KEY, EXEC_KEY, READ_KEY, MemoryGateway
 from tests.api.memory_host import MemoryHost, MemorySource, MemoryTarget
+from tests.api.test_errors import check_refusal
 from tests.support.waiting import wait_until
 from tests.unit.engine.test_snapshot_files import CHUNKS, FILE, make_manifest_fields
 
@@ -528,8 +529,9 @@ def test_a_snapshot_with_volumes_is_not_exported(memory_gateway: MemoryGateway, 
     mounts = [{"name": "data", "path": "/data"}]
     api.post("/sandboxes", json={"templateID": "base", "name": "one", "volumeMounts": mounts}).raise_for_status()
     api.post("/sandboxes/one/snapshots", json={"name": "both", "volumes": ["data"]}).raise_for_status()
-    refusal = api.get("/snapshots/both/export")
-    assert (refusal.status_code, refusal.json()["kind"]) == (400, "unsupported")
+    message = check_refusal(api.get("/snapshots/both/export"), 400, "unsupported")
+    assert "includes volumes, which neither a file nor an artifact can contain" in message
+    assert "take a snapshot of the sandbox without volumes" in message
 
 
 def make_jail_file(gateway: MemoryGateway, guid: int) -> bytes:

@@ -62,11 +62,11 @@ async def check_refused(engine: Engine, kind: str, file: bytes, error: type[Gate
     assert engine.room._pending_imports == [] and engine.transfers._active_count == 0
 
 
-@pytest.mark.parametrize(("kind", "step"), [("sandbox", 1), ("volume", 7)])
-async def test_a_small_export_cut_at_every_byte_leaves_nothing_behind(engine: Engine, kind: str, step: int) -> None:
+@pytest.mark.parametrize("kind", ["sandbox", "volume"])
+async def test_a_small_export_cut_at_every_byte_leaves_nothing_behind(engine: Engine, kind: str) -> None:
     file = await export_file(engine, kind)
     assert len(file) < 4000
-    for size in range(0, len(file), step):
+    for size in range(len(file)):
         await check_refused(engine, kind, file[:size], Invalid, r"^the snapshot file is (empty|incomplete)")
     await import_file(engine, kind, file)
 
