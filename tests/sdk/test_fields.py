@@ -16,6 +16,7 @@ from fastapi.routing import APIRoute
 
 from sandbox_gateway.api import app
 from sandbox_gateway.api.body import Body
+from sandbox_gateway.api.client_requests import IGNORED_PARAMETERS, UNSUPPORTED_REQUESTS
 from sandbox_gateway.api.forkd import routes as forkd
 from sandbox_gateway.api.native import sandboxes, snapshots, templates, volumes
 from sandbox_gateway.api.unknown_fields import find_model, find_refusal, find_refused_fields, get_fields
@@ -24,17 +25,13 @@ from tests.sdk.fields import ClientRequest, Fields
 from tests.support.session import REPOSITORY
 
 _UPDATE_COMMAND = "GROVE_WRITE_DOCS=1 ./dev test tests/sdk/test_fields.py"
-_TEMPLATE_REASON = "templates are built with `POST /templates` (templates.md)"
-_SECRETS_REASON = "there are no secrets: use `envVars`"
-_TAGS_REASON = "only E2B's dashboard uses it: use `GET /templates/{}/tags`"
-_ONE_PAGE_REASON = "the response is complete: it has no pages"
 
 
 @dataclass(frozen=True)
 class Client:
     """A published client, and the parts of its requests that the gateway does not support.
 
-    ``missing_routes``: routes that the gateway does not have (404 or 405). ``ignored_query``: the ignored query
+    ``missing_routes``: requests for which the gateway has no route. ``ignored_query``: the ignored query
     parameters of each request, with reasons.
     """
 
@@ -50,55 +47,15 @@ CLIENTS = (
         "e2b",
         "e2b 2.63.0",
         fields.list_e2b_requests,
-        {
-            "GET /default-templates": "there are none",
-            "GET /v2/templates": "use `GET /templates`",
-            "GET /sandboxes/metrics": "query each sandbox",
-            "GET /sandboxes/{}/logs": "no logs are stored",
-            "GET /v2/sandboxes/{}/logs": "no logs are stored",
-            **dict.fromkeys(
-                (
-                    "GET /secrets",
-                    "POST /secrets",
-                    "DELETE /secrets/{}",
-                    "GET /secrets/{}",
-                    "POST /secrets/{}",
-                ),
-                _SECRETS_REASON,
-            ),
-            **dict.fromkeys(
-                (
-                    "GET /templates/{}/tags/count",
-                    "GET /templates/{}/tags/exists",
-                    "GET /templates/{}/tags/groups",
-                    "GET /templates/{}/tags/{}/assignments",
-                ),
-                _TAGS_REASON,
-            ),
-            **dict.fromkeys(
-                (
-                    "PATCH /templates/{}",
-                    "PATCH /v2/templates/{}",
-                ),
-                _TEMPLATE_REASON,
-            ),
-        },
-        {
-            "GET /templates": {"teamID": "there are no teams"},
-            "GET /templates/{}": dict.fromkeys(("limit", "nextToken"), "the response has no builds"),
-            "GET /templates/{}/builds/{}/status": {"level": "log lines of a build have no level"},
-            "GET /templates/{}/builds/{}/logs": {
-                **dict.fromkeys(("level", "source"), "log lines of a build have neither level nor source"),
-                **dict.fromkeys(("cursor", "direction", "limit"), _ONE_PAGE_REASON),
-            },
-        },
+        UNSUPPORTED_REQUESTS,
+        IGNORED_PARAMETERS,
     ),
     Client(
         "cubesandbox",
         "cubesandbox 0.7.3",
         fields.list_cubesandbox_requests,
         {},
-        {"GET /templates/{}": dict.fromkeys(("limit", "nextToken"), "the response has no builds")},
+        {"GET /templates/{}": IGNORED_PARAMETERS["GET /templates/{}"]},
     ),
     Client("forkd", "forkd 0.5.3", fields.list_forkd_requests),
 )
