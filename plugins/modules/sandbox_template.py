@@ -43,12 +43,13 @@ options:
     choices: [debootstrap, rootfs, image, artifact]
   suite:
     description:
-      - Debian suite.
+      - Debian suite. Other sources accept only the default.
     type: str
     default: bookworm
   mirror:
     description:
       - APT mirror to build from. If empty, the APT sources of the gateway's host are used.
+      - Other sources than V(debootstrap) accept no mirror.
     type: str
     default: ""
   packages:

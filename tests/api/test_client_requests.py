@@ -224,6 +224,10 @@ def test_known_query_parameters_cause_no_warning(api: httpx.Client) -> None:
         for name in parameters:
             response = api.request(method, f"{path}?strict=true&{name}=1")
             assert response.status_code == 200 and "warning" not in response.headers, response.text
+    upload_url = api.get(f"/templates/base/files/{'0' * 64}").json()["url"]
+    upload_path = upload_url[upload_url.index("/build-files/") :]
+    response = api.put(f"{upload_path}&strict=true", content=b"archive")
+    assert response.status_code == 204 and "warning" not in response.headers, response.text
     response = api.get("/v2/sandboxes?state=running&limit=1&order=asc&metadata=a%3Db&strict=true")
     assert response.status_code == 200 and "warning" not in response.headers
 

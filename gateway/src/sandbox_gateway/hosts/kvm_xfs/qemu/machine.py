@@ -52,7 +52,7 @@ _MAX_MESSAGE_BYTES = 1 << 20
 def parse_traffic(interfaces: str) -> tuple[int | None, int | None]:
     """Return the bytes that a guest has received and sent, from the `/proc/PID/net/dev` of its namespace.
 
-    Both are None if the namespace has no tap. What the tap sends, the guest receives.
+    Both are None if the namespace has no tap. The guest receives the bytes that the tap sends.
     """
     for line in interfaces.splitlines():
         name, _, counters = line.partition(":")
