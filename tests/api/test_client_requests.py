@@ -47,7 +47,7 @@ _RENAMED_FIELDS = {
     "alias": ("other", "use 'name'"),
     "tags": (["v1"], "use 'name', as NAME:TAG"),
     "minFreeDiskMb": (512, "use 'diskSizeMB'"),
-    "force": (True, "`POST /templates/{templateID}`"),
+    "force": (True, "`POST /templates/{}`"),
     "public": (True, "every key"),
     "envVars": ({"A": "1"}, "when you create a sandbox"),
 }
@@ -185,7 +185,7 @@ def test_secrets_are_refused_and_not_reported_as_missing(e2b_options: dict[str, 
         lambda: e2b.Secret.list(**e2b_options).next_items(),
     )
     for call in calls:
-        with pytest.raises(e2b.exceptions.SecretException, match="is not supported: there are no secrets: use `env"):
+        with pytest.raises(e2b.exceptions.SecretException, match="is not supported: there are no secrets: use 'envVars'"):
             call()
 
 

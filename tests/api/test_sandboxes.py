@@ -399,6 +399,7 @@ def test_metrics_have_the_format_that_e2b_expects(memory_gateway: MemoryGateway,
     assert (
         "sandbox_gateway_used_memory_bytes 6.291456e+06" in lines
         and "sandbox_gateway_used_disk_bytes 400000.0" in lines
+        and "sandbox_gateway_received_bytes_per_second 0.0" in lines
     )
     assert [line for line in lines if line.startswith("sandbox_gateway_used_cpus ")] == [
         "sandbox_gateway_used_cpus 0.2"

@@ -10,7 +10,7 @@ import re
 from sandbox_gateway.errors import Unsupported
 
 _LOGS_REASON = "no logs of sandboxes are stored: read files, or the output of commands, in the sandbox"
-_SECRETS_REASON = "there are no secrets: use `envVars`"
+_SECRETS_REASON = "there are no secrets: use 'envVars'"
 _TAGS_REASON = "only E2B's dashboard uses it: use `GET /templates/{}/tags`"
 _PUBLIC_REASON = "there are no public templates: every key can use every template"
 

@@ -682,7 +682,7 @@ class CreateTemplate(Sizes):
             "alias": "use 'name'",
             "tags": "use 'name', as NAME:TAG",
             "minFreeDiskMb": "use 'diskSizeMB'",
-            "force": "omit it, or build the template again with `POST /templates/{templateID}`",
+            "force": "omit it, or build the template again with `POST /templates/{}`",
             "public": "omit it, because every key can use every template",
         },
     ) | {
@@ -796,7 +796,7 @@ class AnnounceTemplate(NativeBody):
     ignored_fields: ClassVar[Mapping[str, str]] = {"alias": "an older name for `name`", "teamID": "there are no teams"}
     refused_fields: ClassVar[Mapping[str, Refusal]] = {
         "minFreeDiskMb": Refusal(
-            "because a template's disk has 4096 MiB, or the size of the disk in `fromTemplate`: omit this field"
+            "because a template's disk has 4096 MiB, or the size of the disk in 'fromTemplate': omit this field"
         ),
     }
     misplaced_fields: ClassVar[Mapping[str, Refusal]] = {
@@ -808,7 +808,7 @@ class AnnounceTemplate(NativeBody):
             "the second request of a build",
             dict.fromkeys(
                 ("fromImage", "fromTemplate", "fromImageRegistry", "steps", "startCmd", "readyCmd", "force"),
-                "send it to `POST /v2/templates/{templateID}/builds/{buildID}`",
+                "send it to `POST /v2/templates/{}/builds/{}`",
             ),
         ),
     }
