@@ -185,7 +185,9 @@ def test_secrets_are_refused_and_not_reported_as_missing(e2b_options: dict[str, 
         lambda: e2b.Secret.list(**e2b_options).next_items(),
     )
     for call in calls:
-        with pytest.raises(e2b.exceptions.SecretException, match="is not supported: there are no secrets: use 'envVars'"):
+        with pytest.raises(
+            e2b.exceptions.SecretException, match="is not supported: there are no secrets: use 'envVars'"
+        ):
             call()
 
 

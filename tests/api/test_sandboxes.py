@@ -376,7 +376,8 @@ def test_metrics_have_the_format_that_e2b_expects(memory_gateway: MemoryGateway,
     sandbox = create_sandbox(api, name="one")
     (sample,) = api.get("/sandboxes/one/metrics").json()
     metric = SandboxMetric.from_dict(sample)
-    assert metric.additional_properties == {} and metric.timestamp_unix == int(metric.timestamp.timestamp())
+    network_rates = dict.fromkeys(("receivedBytesPerSecond", "sentBytesPerSecond"))
+    assert metric.additional_properties == network_rates and metric.timestamp_unix == int(metric.timestamp.timestamp())
     assert metric.cpu_count == sandbox["cpuCount"] and metric.cpu_used_pct == 10.0 / sandbox["cpuCount"]
     assert (metric.mem_used, metric.mem_total, metric.mem_cache) == (3 << 20, sandbox["memoryMB"] << 20, None)
     assert (metric.disk_used, metric.disk_total) == (200_000, sandbox["diskSizeMB"] << 20)
