@@ -256,11 +256,15 @@ def test_the_login_to_a_registry_must_be_complete(api: httpx.Client) -> None:
         response = api.post("/templates", json=body)
         assert response.status_code == 400 and words in response.json()["message"], response.text
         assert "hunter2" not in response.text
-    for login in ({"type": "registry", "username": "reader"}, {"type": "gcp", "password": "hunter2"}):
+    for login, words in (
+        ({"type": "registry", "username": "reader"}, "send both"),
+        ({"type": "gcp", "password": "hunter2"}, "has no 'username' and 'password'"),
+        ({"type": "gcp"}, "send 'serviceAccountJson'"),
+    ):
         build = api.post("/v3/templates", json={"name": "x"}).json()
         route = f"/v2/templates/{build['templateID']}/builds/{build['buildID']}"
         response = api.post(route, json={"fromImage": "registry.test/app:1", "fromImageRegistry": login})
-        assert response.status_code == 400 and "send both" in response.json()["message"]
+        assert response.status_code == 400 and words in response.json()["message"]
 
 
 def test_the_login_to_a_registry_reaches_the_host_and_is_not_shown(

@@ -553,6 +553,8 @@ class ImageRegistry(NativeBody):
             )
         if self.type == "registry" and self.service_account_json is not None:
             raise Invalid("a login with the type 'registry' has no 'serviceAccountJson': remove it, or use 'gcp'")
+        if self.type == "gcp" and self.service_account_json is None:
+            raise Invalid("the login to the image's registry is incomplete: send 'serviceAccountJson'")
         if self.type == "gcp":
             return _build_login(image, _GOOGLE_USER, self.service_account_json)
         return _build_login(image, self.username, self.password)
