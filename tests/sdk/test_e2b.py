@@ -170,7 +170,7 @@ def test_refreshes_extend_the_lifetime(server, create_sandbox):
 
 
 @pytest.mark.core
-@covers("Sandbox.pause", "Sandbox.beta_pause")
+@covers("Sandbox.pause")
 def test_a_paused_sandbox_resumes_with_its_disk_and_memory(server, create_sandbox):
     sandbox = create_sandbox()
     sandbox.commands.run("echo disk >/root/note; (sleep 1000; true) >/dev/null 2>&1 &")
@@ -184,11 +184,11 @@ def test_a_paused_sandbox_resumes_with_its_disk_and_memory(server, create_sandbo
     assert process_count == ("1" if server.abilities.memory else "0")
 
 
-@covers("Sandbox.pause")
+@covers("Sandbox.pause", "Sandbox.beta_pause")
 def test_pause_returns_whether_it_paused_the_sandbox(create_sandbox):
     sandbox = create_sandbox()
     assert sandbox.pause()
-    assert not sandbox.pause()
+    assert not sandbox.pause() and not sandbox.beta_pause()
 
 
 @covers("Sandbox.create", note="lifecycle: pauses at the timeout, and resumes at the next request")
@@ -385,7 +385,8 @@ def test_metrics_report_the_usage(server, create_sandbox):
 
 
 @pytest.mark.usefixtures("requires_one_host")
-@covers("Volume.create", "Volume.list", "Volume.get_info", "Volume.connect", "Volume.destroy")
+@covers("Volume.create", "Volume.connect", "Volume.destroy")
+@covers("Volume.list", "Volume.get_info", note="of the class; those of a volume are refused: they read its files")
 def test_volumes_are_shared_between_sandboxes(server, create_sandbox):
     name = f"data-{uuid.uuid4().hex[:8]}"
     volume = e2b.Volume.create(name)
@@ -498,7 +499,8 @@ def test_the_status_of_a_build_contains_its_log(server):
 @pytest.mark.usefixtures("requires_memory")
 @covers("Template.build", note="each call runs a full build")
 @covers("Template.from_image", note="also from `oci:` and archives on the gateway's host")
-@covers("Template.get_build_status")
+@covers("Template.get_build_status", "TemplateBuilder.run_cmd", "TemplateBuilder.set_envs")
+@covers("TemplateBuilder.set_workdir", "TemplateBuilder.set_user", "TemplateBuilder.set_start_cmd")
 def test_a_template_is_built_from_an_image_with_steps(server, create_sandbox, tmp_path):
     settings = {"Env": ["COLOUR=green", "PATH=/usr/bin"], "Cmd": ["sleep", "77777"]}
     layout = write_layout(tmp_path / "layout", [make_small_debian_layer(tmp_path)], settings)
@@ -529,7 +531,7 @@ def test_a_template_is_built_from_an_image_with_steps(server, create_sandbox, tm
 
 
 @pytest.mark.usefixtures("requires_memory")
-@covers("Template.build")
+@covers("Template.build", "TemplateBuilder.copy", "TemplateBuilder.copy_items")
 def test_copy_adds_files_to_a_template(server, create_sandbox, tmp_path):
     layout = write_layout(tmp_path / "layout", [make_small_debian_layer(tmp_path)], {"Env": ["PATH=/usr/bin:/bin"]})
     context = tmp_path / "context"
