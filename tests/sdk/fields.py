@@ -9,6 +9,7 @@ import ast
 import importlib
 import inspect
 import re
+import sys
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
@@ -75,6 +76,16 @@ def scan(package: ModuleType) -> RequestScanner:
     return RequestScanner(sources, allowed)
 
 
+def list_imported_libraries(package: ModuleType) -> set[str]:
+    """Return the distributed packages that a client imports, and the modules of Python that send requests."""
+    nodes = [node for _, source in _read_sources(package) for node in ast.walk(ast.parse(source))]
+    names = {alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names}
+    names |= {node.module for node in nodes if isinstance(node, ast.ImportFrom) and node.module and not node.level}
+    network_modules = names & {"ftplib", "http.client", "socket", "xmlrpc.client"}
+    distributed_packages = {name.partition(".")[0] for name in names} - sys.stdlib_module_names - {package.__name__}
+    return network_modules | distributed_packages
+
+
 def _read_sources(package: ModuleType) -> Iterator[tuple[str, str]]:
     """Yield the name of each source file, relative to the directory of the package's directory, and its text."""
     directory = Path(inspect.getfile(package)).parent
@@ -111,7 +122,7 @@ def _parse_generated_request(module: ModuleType) -> ClientRequest:
         for node in ast.walk(function)
         if isinstance(node, ast.Dict)
         for key, value in zip(node.keys, node.values, strict=True)
-        if isinstance(key, ast.Constant)
+        if isinstance(key, ast.Constant) and isinstance(key.value, str)
     } | dict(_find_assigned_keys(function, "_kwargs"))
     assert values.keys() <= {"method", "url", "params", "json", "content", "headers"}, (
         f"{module.__file__}:{function.lineno}: {sorted(values)} are not known"
@@ -121,9 +132,9 @@ def _parse_generated_request(module: ModuleType) -> ClientRequest:
     query = {name for name, _ in _find_assigned_keys(function, "params")}
     fields: Fields = {}
     if "json" in values:
-        (annotation,) = (arg.annotation for arg in function.args.kwonlyargs if arg.arg == "body")
-        fields = _find_model_fields(ast.unparse(annotation))
-        assert fields, f"{module.__file__}:{function.lineno}: the fields of {ast.unparse(annotation)} are not known"
+        (annotation,) = (ast.unparse(arg.annotation or arg) for arg in function.args.kwonlyargs if arg.arg == "body")
+        fields = _find_model_fields(annotation)
+        assert fields, f"{module.__file__}:{function.lineno}: the fields of {annotation} are not known"
     return ClientRequest(ast.literal_eval(method).upper(), route, fields, query)
 
 
@@ -133,7 +144,7 @@ def _find_model_fields(annotation: str) -> Fields:
     fields: Fields = {}
     for name in re.findall(r"\w+", annotation):
         models = (e2b.api.client.models, e2b.volume.client.models)
-        model = next((getattr(module, name) for module in models if hasattr(module, name)), None)
+        model: Any = next((getattr(module, name) for module in models if hasattr(module, name)), None)
         if not hasattr(model, "from_dict"):
             continue
         annotations = {key: str(value) for key, value in vars(model)["__annotations__"].items()}
@@ -150,5 +161,5 @@ def _find_assigned_keys(function: ast.AST, name: str) -> Iterator[tuple[str, ast
     """Yield (key, value) of each assignment such as `name["key"] = value`."""
     for node in ast.walk(function):
         match node:
-            case ast.Assign([ast.Subscript(ast.Name(target), ast.Constant(key))], value) if target == name:
+            case ast.Assign([ast.Subscript(ast.Name(target), ast.Constant(str(key)))], value) if target == name:
                 yield key, value

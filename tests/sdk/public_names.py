@@ -5,9 +5,12 @@ from __future__ import annotations
 import ast
 import dataclasses
 import enum
+import functools
 import importlib
+import importlib.metadata
 import inspect
 import pkgutil
+import sys
 import textwrap
 import typing
 from collections.abc import Iterator
@@ -57,27 +60,37 @@ def find_public_names(package: ModuleType) -> PublicNames:
 
 def _list_reachable(package: ModuleType) -> dict[str, Any]:
     """Return {title: class or function}. The title of an asynchronous class begins with `.asynchronous.`."""
-    exported_names = getattr(package, "__all__", None) or [name for name in vars(package) if not name.startswith("_")]
+    public_names = [name for name in vars(package) if not name.startswith("_")]
+    exported_names = dict.fromkeys([*getattr(package, "__all__", []), *public_names])
     pending = [(name, getattr(package, name)) for name in exported_names]
     reachable: dict[str, Any] = {}
     namespace = _merge_namespaces(package)
     while pending:
         title, exported = pending.pop(0)
-        if exported in reachable.values() or not _is_defined_in(exported, package):
+        if not (inspect.isclass(exported) or inspect.isfunction(exported)) or exported in reachable.values():
+            continue
+        if _is_imported(exported, package):
             continue
         if inspect.isclass(exported) and "async" in exported.__module__:
             title = f".asynchronous.{title.removeprefix('Async')}"
         assert title not in reachable, f"two classes are called {title}"
-        if inspect.isclass(exported) or inspect.isfunction(exported):
-            reachable[title] = exported
+        reachable[title] = exported
         if inspect.isclass(exported):
             pending += _list_related_classes(exported, namespace)
     return reachable
 
 
-def _is_defined_in(exported: Any, package: ModuleType) -> bool:
-    module = getattr(inspect.unwrap(exported) if callable(exported) else exported, "__module__", None)
-    return str(module).partition(".")[0] == package.__name__
+def _is_imported(exported: Any, package: ModuleType) -> bool:
+    """Return whether another distribution, or Python itself, defines a class or function."""
+    module = str(getattr(inspect.unwrap(exported), "__module__", None)).partition(".")[0]
+    return module != package.__name__ and (
+        module == "None" or module in sys.stdlib_module_names or module in _list_installed_modules()
+    )
+
+
+@functools.cache
+def _list_installed_modules() -> frozenset[str]:
+    return frozenset(importlib.metadata.packages_distributions())
 
 
 def _is_data(kind: type) -> bool:
@@ -86,7 +99,7 @@ def _is_data(kind: type) -> bool:
 
 def _list_methods(kind: type, package: ModuleType) -> Iterator[str]:
     for name, member in inspect.getmembers(kind, callable):
-        if not name.startswith("_") and not inspect.isclass(member) and _is_defined_in(member, package):
+        if not name.startswith("_") and not inspect.isclass(member) and not _is_imported(member, package):
             yield name
 
 
@@ -108,8 +121,8 @@ def _list_related_classes(kind: type, namespace: dict[str, Any]) -> Iterator[tup
         annotation = getattr(function, "__annotations__", {}).get("return")
         while isinstance(annotation, str):
             annotation = eval(annotation, {**namespace, **function.__globals__})
-        for related in _list_classes(annotation):
-            yield related.__name__, related
+        for returned in _list_classes(annotation):
+            yield returned.__name__, returned
     if inspect.isfunction(constructor := vars(kind).get("__init__")) and not dataclasses.is_dataclass(kind):
         for node in ast.walk(ast.parse(textwrap.dedent(inspect.getsource(constructor)))):
             match node:

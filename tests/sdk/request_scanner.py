@@ -236,7 +236,8 @@ class RequestScanner:
         unknown_methods = {method for method in methods if method.lower() not in _VERBS}
         if unknown_methods:
             raise _UnresolvedError("the method is not known")
-        query, body = set(), {}
+        query: set[str] = set()
+        body: Fields = {}
         for value, value_scope in keywords.get("params", []):
             query |= {key for key, _, _ in self._find_entries(value, value_scope)}
         for value, value_scope in keywords.get("json", []):
@@ -356,8 +357,7 @@ class RequestScanner:
             case ast.FormattedValue(part) | ast.NamedExpr(value=part) | ast.Await(part):
                 return self._find_texts(part, scope)
             case ast.BinOp(left, ast.Add(), right):
-                parts = (self._find_texts(left, scope), self._find_texts(right, scope))
-                return {"".join(texts) for texts in product(*parts)}
+                return {a + b for a in self._find_texts(left, scope) for b in self._find_texts(right, scope)}
             case ast.IfExp(body=first, orelse=second):
                 return self._find_texts(first, scope) | self._find_texts(second, scope)
             case ast.BoolOp(values=values):
@@ -378,10 +378,10 @@ class RequestScanner:
             case ast.Name(name) | ast.Attribute(attr=name):
                 if isinstance(value, ast.Attribute) and not name.isupper():
                     return {_UNKNOWN}
-                values = self._look_up(name, scope)
-                if values is None or not self._enter(value, scope):
+                known_values = self._look_up(name, scope)
+                if known_values is None or not self._enter(value, scope):
                     return {_UNKNOWN}
-                return {text for each, each_scope in values for text in self._find_texts(each, each_scope)}
+                return {text for each, each_scope in known_values for text in self._find_texts(each, each_scope)}
         return {_UNKNOWN}
 
     # Fields

@@ -531,7 +531,7 @@ def test_a_template_is_built_from_an_image_with_steps(server, create_sandbox, tm
 
 
 @pytest.mark.usefixtures("requires_memory")
-@covers("Template.build", "TemplateBuilder.copy", "TemplateBuilder.copy_items")
+@covers("Template.build", "TemplateBuilder.copy", "TemplateBuilder.copy_items", "TemplateBuilder.set_ready_cmd")
 def test_copy_adds_files_to_a_template(server, create_sandbox, tmp_path):
     layout = write_layout(tmp_path / "layout", [make_small_debian_layer(tmp_path)], {"Env": ["PATH=/usr/bin:/bin"]})
     context = tmp_path / "context"
@@ -548,6 +548,7 @@ def test_copy_adds_files_to_a_template(server, create_sandbox, tmp_path):
         .copy("tree", "/app/")
         .copy_items([{"src": "run.sh", "dest": "/etc/renamed"}, {"src": "*", "dest": "all"}])
         .run_cmd("bin/run.sh > /tmp/output")
+        .set_ready_cmd("test -e /tmp/output")
     )
     messages = []
     build = e2b.Template.build(
@@ -625,6 +626,7 @@ def test_a_template_is_built_from_a_dockerfile(server, create_sandbox, tmp_path)
 @pytest.mark.usefixtures("requires_memory")
 @covers("Template.build")
 @covers("Template.from_template", note="not from a jail's template")
+@covers("TemplateBuilder.make_dir", "TemplateBuilder.make_symlink", "TemplateBuilder.rename", "TemplateBuilder.remove")
 def test_a_template_is_built_from_another_template(server, create_sandbox, tmp_path):
     (tmp_path / "run.sh").write_text("#!/bin/sh\necho $0 copied\n")
     lower_template = (
@@ -633,6 +635,10 @@ def test_a_template_is_built_from_another_template(server, create_sandbox, tmp_p
         .set_envs({"SHAPE": "round"})
         .set_workdir("/srv/work")
         .copy("run.sh", "bin/", mode=0o755)
+        .make_dir("made/deep", mode=0o700)
+        .make_symlink("/etc/hostname", "made/link")
+        .rename("made/link", "made/renamed")
+        .remove("made/deep", recursive=True)
         .run_cmd('echo "$SHAPE $(id -un)" > /var/tmp/lower; bin/run.sh >> /var/tmp/lower', user="games")
         .set_start_cmd('echo "$SHAPE" > /var/tmp/started; sleep 88888', "test -e /var/tmp/started")
     )
@@ -649,6 +655,7 @@ def test_a_template_is_built_from_another_template(server, create_sandbox, tmp_p
     server.gateway.call("DELETE", "/templates/lower")
     sandbox = create_sandbox("upper:v1")
     assert sandbox.files.read("/upper") == "round games\nbin/run.sh copied\n"
+    assert sandbox.commands.run("cd /srv/work/made; echo *; readlink *").stdout == "renamed\n/etc/hostname\n"
     assert sandbox.files.read("/var/tmp/started") == "round\n", (
         "the start command of the lower template was not started"
     )
@@ -721,7 +728,6 @@ async def _build_with_async_client(template: e2b.AsyncTemplate, tag: str) -> lis
 
 
 @pytest.mark.usefixtures("requires_memory")
-@covers("AsyncTemplate", note="sends the same requests; some of them are tested")
 def test_the_async_client_copies_files_into_a_template(server, tmp_path):
     layout = write_layout(tmp_path / "layout", [make_small_debian_layer(tmp_path)], {"Env": ["PATH=/usr/bin:/bin"]})
     context = tmp_path / "context"
@@ -758,6 +764,24 @@ async def _use_async_client(server: Server) -> None:
 
 
 @pytest.mark.core
-@covers("AsyncSandbox", note="sends the same requests; some of them are tested")
 def test_async_client_supports_the_same_operations(server):
     asyncio.run(_use_async_client(server))
+
+
+async def _stream_input(server: Server) -> str:
+    sandbox = await AsyncSandbox.create(server.template)
+    try:
+        handle = await sandbox.commands.run("cat; echo end", background=True, stdin=True)
+        stream = sandbox.commands.stream_input(handle.pid)
+        await stream.send("one\n")
+        await stream.send(b"two\n")
+        await stream.close()
+        await handle.close_stdin()
+        return (await handle.wait()).stdout
+    finally:
+        await sandbox.kill()
+
+
+@covers("AsyncCommandInputHandle.send", "AsyncCommandInputHandle.close")
+def test_async_client_streams_standard_input(server):
+    assert asyncio.run(_stream_input(server)) == "one\ntwo\nend\n"

@@ -164,7 +164,6 @@ async def _use_async_client(template: str) -> list[str | None]:
         await sandbox.kill()
 
 
-@covers("AsyncSandbox", note="sends the same requests; some of them are tested")
 def test_async_contexts_run_in_parallel(server):
     assert asyncio.run(_use_async_client(server.template)) == ["'a'", "'b'"]
 

@@ -254,6 +254,26 @@ def test_every_request_in_the_sources_is_understood(package: ModuleType) -> None
     assert fields.scan(package).problems == [], "change the scanner, or permit the request in tests/sdk/fields.py"
 
 
+@pytest.mark.parametrize(
+    ("package", "libraries"),
+    [
+        (
+            e2b,
+            "attrs connectrpc dateutil e2b_dockerfile_utils httpx packaging protobuf pyqwest rich typing_extensions "
+            "wcmatch",
+        ),
+        (e2b_code_interpreter, "e2b httpx"),
+        (cubesandbox, "httpx requests"),
+        # `Sandbox` uses a socket to talk to the command `forkd`, which the collection contains.
+        (forkd, "socket"),
+    ],
+    ids=lambda value: getattr(value, "__name__", ""),
+)
+def test_clients_use_only_libraries_that_the_scanner_knows(package: ModuleType, libraries: str) -> None:
+    """The scanner finds no requests of other libraries. `connectrpc` sends those of the generated services."""
+    assert fields.list_imported_libraries(package) == set(libraries.split())
+
+
 def list_models(model: type[Body]) -> Iterator[type[Body]]:
     yield model
     for nested in get_fields(model).values():

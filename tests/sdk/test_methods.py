@@ -10,6 +10,7 @@ import functools
 import importlib
 import importlib.metadata
 import inspect
+import json
 import os
 import re
 from collections.abc import Callable, Iterator
@@ -23,7 +24,7 @@ import e2b_code_interpreter
 import forkd
 import pytest
 
-from tests.sdk.public_names import PublicNames, find_public_names
+from tests.sdk.public_names import find_public_names
 from tests.support.session import REPOSITORY
 
 _UPDATE_COMMAND = "GROVE_WRITE_DOCS=1 ./dev test tests/sdk/test_methods.py"
@@ -80,6 +81,10 @@ CLIENTS = (
             "SecretPaginator.next_items": _SECRETS_REASON,
             "Template.from_aws_registry": "use `from_image` with the user name `AWS` and a password from AWS",
             "TemplateBuilder.add_mcp_server": "needs the template `mcp-gateway`, which we do not provide",
+            **dict.fromkeys(
+                _list_methods("TemplateBuilder", "beta_dev_container_prebuild beta_set_dev_container_start"),
+                "needs the template `devcontainer`, which we do not provide",
+            ),
         },
         {
             "Template.from_gcp_registry": "logs in with the key; not tested with Google's registries",
@@ -92,20 +97,8 @@ CLIENTS = (
                 _IMAGE_REASON,
             ),
             **dict.fromkeys(
-                _list_methods(
-                    "TemplateBuilder",
-                    "apt_install bun_install git_clone make_dir make_symlink npm_install pip_install remove rename",
-                ),
+                _list_methods("TemplateBuilder", "apt_install bun_install git_clone npm_install pip_install"),
                 _RUN_COMMAND_REASON,
-            ),
-            **dict.fromkeys(
-                _list_methods("TemplateBuilder", "beta_dev_container_prebuild beta_set_dev_container_start"),
-                f"{_RUN_COMMAND_REASON}; needs a template with `devcontainer`",
-            ),
-            "TemplateBuilder.set_ready_cmd": "tested as an argument of `set_start_cmd`",
-            **dict.fromkeys(
-                _list_methods("AsyncCommandInputHandle", "close send"),
-                "`Commands.stream_input` is tested with the synchronous client",
             ),
         },
         {
@@ -190,9 +183,7 @@ CLIENTS = (
 )
 
 
-@functools.cache
-def find_names(client_package: ModuleType) -> PublicNames:
-    return find_public_names(client_package)
+find_names = functools.cache(find_public_names)
 
 
 def list_tests_in(module: ModuleType) -> Iterator[Callable[..., Any]]:
@@ -215,8 +206,7 @@ def list_table_rows(client: Client) -> list[tuple[str, str, str, str]]:
     """Return the table's rows: method, support on kvm_xfs, support on jail_zfs, remarks."""
     rows = [(method, "no", "no", reason) for method, reason in client.missing.items()]
     rows += [(method, "local", "local", reason) for method, reason in client.local.items()]
-    for method, reason in client.untested.items():
-        rows.append((method, "untested", "no" if method.startswith("Template") else "untested", reason))
+    rows += [(method, "untested", "no", reason) for method, reason in client.untested.items()]
     for method, coverage in find_coverage(client).items():
         remarks = "; ".join(dict.fromkeys(note for note, _ in coverage if note))
         rows.append((method, "yes", "no" if all(needs_memory for _, needs_memory in coverage) else "yes", remarks))
@@ -271,33 +261,40 @@ def test_marked_tests_call_their_methods(client: Client) -> None:
 
 
 def test_new_classes_methods_and_functions_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    def brand_new(self: Any) -> None: ...
-
     class Agent: ...
 
     class Helper:
-        new_call = brand_new
+        def run(self) -> None: ...
 
-    def get_helper(self: Any) -> Helper: ...
+    def get_helper() -> Helper: ...
 
-    for invented in (brand_new, Agent, Helper, get_helper):
-        invented.__module__ = "e2b.new"
-    monkeypatch.setattr(e2b, "__all__", [*e2b.__all__, "Agent", "brand_new"])
-    monkeypatch.setattr(e2b, "Agent", Agent, raising=False)
-    monkeypatch.setattr(e2b, "brand_new", brand_new, raising=False)
-    monkeypatch.setattr(e2b.Volume, "brand_new", brand_new, raising=False)
-    monkeypatch.setattr(e2b.AsyncVolume, "other_new", brand_new, raising=False)
     get_helper.__annotations__["return"] = Helper
+    monkeypatch.setattr(e2b, "Agent", Agent, raising=False)
+    monkeypatch.setattr(e2b, "get_agent", lambda: None, raising=False)
+    monkeypatch.setattr(e2b.Volume, "brand_new", lambda self: None, raising=False)
+    monkeypatch.setattr(e2b.AsyncVolume, "other_new", lambda self: None, raising=False)
     monkeypatch.setattr(e2b.Template, "get_helper", get_helper, raising=False)
     old_names, new_names = find_names(e2b), find_public_names(e2b)
     assert new_names.methods - old_names.methods == {
         "Agent",
-        "brand_new",
+        "get_agent",
         "Volume.brand_new",
         "Template.get_helper",
-        "Helper.new_call",
+        "Helper.run",
     }
     assert new_names.asynchronous_methods["Volume"] - old_names.asynchronous_methods["Volume"] == {"other_new"}
+
+
+def test_shortcuts_of_the_template_builder_send_commands_and_images() -> None:
+    for method, reason in CLIENTS[0].untested.items():
+        name = method.rpartition(".")[2]
+        if reason == _IMAGE_REASON:
+            template = json.loads(e2b.Template.to_json(getattr(e2b.Template(), name)()))
+            assert template["fromImage"] and template["steps"] == []
+        elif reason == _RUN_COMMAND_REASON:
+            builder = e2b.Template().from_image("image")
+            template = json.loads(e2b.Template.to_json(getattr(builder, name)("argument")))
+            assert {step["type"] for step in template["steps"]} == {"RUN"}, method
 
 
 @pytest.mark.parametrize("page", sorted({client.page for client in CLIENTS}))
