@@ -37,6 +37,7 @@ from sandbox_gateway.hosts.base import (
     Usage,
     VolumeState,
 )
+from sandbox_gateway.hosts.disk_queries import DiskQueries
 from sandbox_gateway.hosts.network_policy import build_egress_rules
 from sandbox_gateway.image_references import RegistryLogin
 from sandbox_gateway.recipes import Recipe, source_digest
@@ -388,6 +389,7 @@ class MemoryHost:
         self.fork_seconds = 0.0
         self.build_seconds = 0.0
         self.failing_names: set[str] = set()
+        self.disk_queries = DiskQueries()
         self.blocked_paths: set[str] = set()
         self.failed_boot_console: str | None = None
         self.available_room = Room(disk_free=50 << 30, disk_total=100 << 30, memory_free=8 << 30, memory_total=16 << 30)
@@ -602,13 +604,20 @@ class MemoryHost:
         return [GuestMount(each.path, each.volume, "double", "", each.read_only) for each in sandbox.mounts]
 
     async def has_diverged(self, sandbox: Sandbox, head: Snapshot) -> bool:
+        return await self.disk_queries.run(sandbox.instance, lambda: self.compare(sandbox, head))
+
+    async def compare(self, sandbox: Sandbox, head: Snapshot) -> bool:
         machine = self.machines.get(sandbox.instance)
         if machine is None:
             raise Conflict(f"sandbox {sandbox.id} is gone")
         return machine.state != self.disks[head.id]
 
     async def usage(self, sandbox: Sandbox) -> Usage:
-        return Usage(disk_bytes=200_000, memory_bytes=3 << 20)
+        disk_bytes = await self.disk_queries.run(sandbox.instance, self.measure_disk)
+        return Usage(disk_bytes=disk_bytes, memory_bytes=3 << 20)
+
+    async def measure_disk(self) -> int:
+        return 200_000
 
     async def loads(self, sandboxes: Sequence[Sandbox]) -> dict[str, Load]:
         return {

@@ -423,6 +423,13 @@ def test_dev_does_not_use_a_newer_build_backend(mirror: Mirror, checkout: Path, 
     assert mirror.requested_projects <= {_parse_project(name) for name in mirror.files}
 
 
+def test_dev_pins_builds_nothing() -> None:
+    """It fetches new versions, so there are no hashes yet, and a build would fetch its tools unchecked."""
+    commands = re.findall(r"^ *uv pip .*$", (session.REPOSITORY / "dev").read_text(), re.MULTILINE)
+    assert len(commands) == 2
+    assert all("--no-build" in command.split() for command in commands), commands
+
+
 def _run_dev(checkout: Path, mirror: Mirror) -> subprocess.CompletedProcess[str]:
     """Run `./dev test unit`, which first creates .venv. The checkout contains no tests."""
     return _run_installer([str(checkout / "dev"), "test", "unit"], dict(os.environ), PIP_INDEX_URL=mirror.url)

@@ -5,12 +5,13 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import threading
+from collections.abc import Iterator
 from typing import Any
 
 import httpx
 import pytest
 
-from sandbox_gateway.engine import divergence
+from sandbox_gateway.engine import divergence, sandboxes
 from sandbox_gateway.records import Sandbox, Snapshot
 from tests.api.memory_gateway import READ_KEY, MemoryGateway
 from tests.api.memory_host import MemoryHost
@@ -92,34 +93,86 @@ def test_all_agents_are_queried_at_the_same_time(
     assert [each["diverged"] for each in response.json()] == [False] * _LONG_LIST_LENGTH
 
 
-def test_a_comparison_that_does_not_end_makes_divergence_unknown(
-    memory_gateway: MemoryGateway, sandbox: dict[str, Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A guest decides how fragmented its disk is. However often clients ask, only one comparison uses the host."""
+class _HangingQueries:
+    """Makes the comparisons and measurements of disks hang until the test ends them."""
+
+    def __init__(self, memory_gateway: MemoryGateway, monkeypatch: pytest.MonkeyPatch) -> None:
+        self._loop = memory_gateway.loop
+        self._may_end = asyncio.Event()
+        self.running_count = self.max_running_count = 0
+        compare, measure_disk = MemoryHost.compare, MemoryHost.measure_disk
+
+        async def compare_later(host: MemoryHost, sandbox: Sandbox, head: Snapshot) -> bool:
+            await self._hang()
+            return await compare(host, sandbox, head)
+
+        async def measure_later(host: MemoryHost) -> int:
+            await self._hang()
+            return await measure_disk(host)
+
+        monkeypatch.setattr(MemoryHost, "compare", compare_later)
+        monkeypatch.setattr(MemoryHost, "measure_disk", measure_later)
+
+    async def _hang(self) -> None:
+        self.running_count += 1
+        self.max_running_count = max(self.max_running_count, self.running_count)
+        await self._may_end.wait()
+        self.running_count -= 1
+
+    def end(self) -> None:
+        self._loop.call_soon_threadsafe(self._may_end.set)
+        wait_until(lambda: not self.running_count)
+
+
+@pytest.fixture
+def hanging_queries(memory_gateway: MemoryGateway, monkeypatch: pytest.MonkeyPatch) -> Iterator[_HangingQueries]:
+    """A guest decides how fragmented its disk is, and so how long these queries take."""
     monkeypatch.setattr(divergence, "_SECONDS", 1)
-    may_end = asyncio.Event()
-    has_diverged = MemoryHost.has_diverged
-    running_counts: list[int] = []
-    running: list[str] = []
+    monkeypatch.setattr(sandboxes, "_USAGE_SECONDS", 1)
+    queries = _HangingQueries(memory_gateway, monkeypatch)
+    yield queries
+    queries.end()
 
-    async def hang(host: MemoryHost, compared_sandbox: Sandbox, head: Snapshot) -> bool:
-        running.append(compared_sandbox.id)
-        running_counts.append(len(running))
-        await may_end.wait()
-        running.remove(compared_sandbox.id)
-        return await has_diverged(host, compared_sandbox, head)
 
-    monkeypatch.setattr(MemoryHost, "has_diverged", hang)
+def test_a_comparison_that_does_not_end_makes_divergence_unknown(
+    memory_gateway: MemoryGateway, sandbox: dict[str, Any], hanging_queries: _HangingQueries
+) -> None:
+    """However often clients ask, each sandbox is compared only once at a time."""
     client = _make_read_only_client(memory_gateway)
     for path in ("/sandboxes/one", "/sandboxes?diverged=true", "/sandboxes/one"):
         response = check_loop_is_not_blocked(memory_gateway, lambda path=path: client.get(path))
         body = response.json()
         assert (body[0] if isinstance(body, list) else body)["diverged"] is None
-    assert running_counts == [1]
-    memory_gateway.loop.call_soon_threadsafe(may_end.set)
-    wait_until(lambda: not running)
+    usage_response = client.get("/sandboxes/one/usage")
+    assert (usage_response.status_code, usage_response.json()["kind"]) == (504, "timeout"), usage_response.text
+    assert hanging_queries.max_running_count == 1
+    hanging_queries.end()
     assert client.get("/sandboxes/one").json()["diverged"] is False
-    assert running_counts == [1, 1]
+    assert client.get("/sandboxes/one/usage").json()["diskBytes"] == 200_000
+
+
+def test_plan_sessions_do_not_start_more_comparisons(
+    memory_gateway: MemoryGateway, sandbox: dict[str, Any], hanging_queries: _HangingQueries
+) -> None:
+    client = _make_read_only_client(memory_gateway)
+    for number in range(4):
+        plan = client.post("/plans", json={"run": f"a-run-that-compares-disks-{number}"}).json()
+        shown_sandbox = client.get(f"/plans/{plan['planID']}/sandboxes/one").json()
+        assert shown_sandbox["diverged"] is None
+        assert client.delete(f"/plans/{plan['planID']}").status_code == 204
+    assert hanging_queries.max_running_count == 1
+
+
+def test_many_comparisons_that_do_not_end_use_few_threads(
+    memory_gateway: MemoryGateway, hanging_queries: _HangingQueries
+) -> None:
+    for number in range(12):
+        create_sandbox(memory_gateway, f"s{number}")
+    response = check_loop_is_not_blocked(
+        memory_gateway, lambda: _make_read_only_client(memory_gateway).get("/sandboxes?diverged=true")
+    )
+    assert [each["diverged"] for each in response.json()] == [None] * 12
+    assert hanging_queries.max_running_count == 4
 
 
 @pytest.mark.parametrize(

@@ -7,13 +7,12 @@ import asyncio
 from sandbox_gateway.engine.agents import Agents
 from sandbox_gateway.engine.context import Context
 from sandbox_gateway.errors import Timeout
-from sandbox_gateway.records import Sandbox, SandboxState, Snapshot
+from sandbox_gateway.records import Sandbox, SandboxState
 
 _SYNC_SECONDS = 2
 """Maximum time for the agent to make the guest write its cached data to its disk."""
 _SECONDS = 4
 """Maximum time for the whole lookup."""
-_MAX_CONCURRENT_COMPARISONS = 16
 
 
 class Divergence:
@@ -21,9 +20,6 @@ class Divergence:
         self._host = context.host
         self._index = context.index
         self._agents = agents
-        self._comparisons: dict[str, asyncio.Task[bool]] = {}
-        """By sandbox id. A comparison continues after its callers have given up, so each sandbox has at most one."""
-        self._slots = asyncio.Semaphore(_MAX_CONCURRENT_COMPARISONS)
 
     async def has_diverged(self, sandbox: Sandbox) -> bool:
         """Raises GatewayError if this cannot be determined, or Timeout if it takes longer than four seconds."""
@@ -35,21 +31,8 @@ class Divergence:
         try:
             async with asyncio.timeout(_SECONDS):
                 await self._agents.create_client(sandbox).sync(seconds=_SYNC_SECONDS)
-                return await self._compare(sandbox, head)
+                return await self._host.has_diverged(sandbox, head)
         except TimeoutError:
             raise Timeout(
                 f"sandbox {sandbox.name} could not be compared with its head within {_SECONDS} s: try again later"
             ) from None
-
-    async def _compare(self, sandbox: Sandbox, head: Snapshot) -> bool:
-        # A comparison that runs already may miss the latest changes.
-        while running_comparison := self._comparisons.get(sandbox.id):
-            await asyncio.wait({running_comparison})
-        comparison = asyncio.ensure_future(self._compare_in_slot(sandbox, head))
-        self._comparisons[sandbox.id] = comparison
-        comparison.add_done_callback(lambda _: self._comparisons.pop(sandbox.id))
-        return await asyncio.shield(comparison)
-
-    async def _compare_in_slot(self, sandbox: Sandbox, head: Snapshot) -> bool:
-        async with self._slots:
-            return await self._host.has_diverged(sandbox, head)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -24,7 +25,7 @@ from sandbox_gateway.engine.record_changes import record_locked, save_sandbox
 from sandbox_gateway.engine.replacement import Replacement
 from sandbox_gateway.engine.spec import UNSET, Unset
 from sandbox_gateway.engine.timeouts import compute_end_time, has_expired
-from sandbox_gateway.errors import Conflict, Invalid, NotFound
+from sandbox_gateway.errors import Conflict, Invalid, NotFound, Timeout
 from sandbox_gateway.hosts.base import Usage
 from sandbox_gateway.log import Logger
 from sandbox_gateway.records import (
@@ -38,6 +39,8 @@ from sandbox_gateway.records import (
     now,
 )
 from sandbox_gateway.tasks import clean_up, finish_despite_cancellation
+
+_USAGE_SECONDS = 10
 
 log = Logger("engine")
 
@@ -93,7 +96,13 @@ class Sandboxes:
         sandbox = self.get(ref)
         if sandbox.state is SandboxState.PAUSED:
             return Usage(disk_bytes=0, memory_bytes=0)
-        return await self._host.usage(sandbox)
+        try:
+            async with asyncio.timeout(_USAGE_SECONDS):
+                return await self._host.usage(sandbox)
+        except TimeoutError:
+            raise Timeout(
+                f"the usage of sandbox {sandbox.name} could not be measured within {_USAGE_SECONDS} s: try again later"
+            ) from None
 
     @measured("sandbox.update")
     async def update(self, ref: str, *, metadata: dict[str, str] | None = None, name: str | None = None) -> Sandbox:

@@ -23,7 +23,7 @@ job:
     disk usage, and free memory       files, host_memory                    disk_usage, host_memory
 
 Both kinds share ``state_root`` (its creation), ``rootfs_common`` and ``guest_digest`` (templates), ``network_policy``
-(egress rules, name servers), ``import_check`` (imports), ``threads`` (blocking work), and ``tree_removal``. The engine
-also uses ``os_errors`` (errors for callers) and ``positional_writes``, and the engine and the API use ``connect`` to
-open connections to agents.
+(egress rules, name servers), ``import_check`` (imports), ``threads`` (blocking work), ``disk_queries`` and
+``tree_removal``. The engine also uses ``os_errors`` (errors for callers) and ``positional_writes``, and the engine and
+the API use ``connect`` to open connections to agents.
 """

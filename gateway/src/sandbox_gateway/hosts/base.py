@@ -554,8 +554,8 @@ class Host(Protocol):
     async def has_diverged(self, sandbox: Sandbox, head: Snapshot) -> bool:
         """Return whether the instance's disk has changed since ``head``.
 
-        Data that the guest has not written to its disk yet does not count. The engine calls this only once at a time
-        for each sandbox, and may not wait for the result. Raises GatewayError if the instance does not exist.
+        Data that the guest has not written to its disk yet does not count. However many callers there are, and whether
+        or not they wait, only a few lookups run at a time. Raises GatewayError if the instance does not exist.
         """
 
     async def usage(self, sandbox: Sandbox) -> Usage:

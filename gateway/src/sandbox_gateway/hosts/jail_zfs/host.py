@@ -35,6 +35,7 @@ from sandbox_gateway.hosts.base import (
     Usage,
     VolumeState,
 )
+from sandbox_gateway.hosts.disk_queries import DiskQueries
 from sandbox_gateway.hosts.import_check import require_compatible_origin, require_same_host_kind
 from sandbox_gateway.hosts.jail_zfs import transfer
 from sandbox_gateway.hosts.jail_zfs.commands import CommandRunner
@@ -113,6 +114,7 @@ class JailZfsHost:
         self._calls = StorageCalls(self._storage.root, Holders(self._run, self._jails, table))
         self._disks = Disks(self._storage, self._calls, mounts, self._background)
         self._disk_usage = DiskUsage()
+        self._disk_queries = DiskQueries()
         self._volumes = JailVolumes(self._storage, self._calls, self._register, mounts, suspension, self._background)
         self._runner = JailRunner(
             self._register, self._jails, self._identities, self._limits, self._network, mounts, self._volumes
@@ -441,10 +443,10 @@ class JailZfsHost:
     # -- state of sandboxes -----------------------------------------------------------------------------------------
 
     async def has_diverged(self, sandbox: Sandbox, head: Snapshot) -> bool:
-        return await self._disks.has_diverged(sandbox, head)
+        return await self._disk_queries.run(sandbox.instance, lambda: self._disks.has_diverged(sandbox, head))
 
     async def usage(self, sandbox: Sandbox) -> Usage:
-        disk_bytes = await self._disks.count_unique_bytes(sandbox)
+        disk_bytes = await self._disk_queries.run(sandbox.instance, lambda: self._disks.count_unique_bytes(sandbox))
         machine = self._register.get(sandbox.instance)
         return Usage(disk_bytes, await self._limits.read_memory_bytes(machine.jail) if machine else 0)
 

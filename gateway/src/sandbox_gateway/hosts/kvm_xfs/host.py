@@ -31,6 +31,7 @@ from sandbox_gateway.hosts.base import (
     Usage,
     VolumeState,
 )
+from sandbox_gateway.hosts.disk_queries import DiskQueries
 from sandbox_gateway.hosts.import_check import require_compatible_origin, require_same_host_kind
 from sandbox_gateway.hosts.kvm_xfs import record_files, transfer
 from sandbox_gateway.hosts.kvm_xfs.capture import Capture
@@ -75,8 +76,8 @@ from sandbox_gateway.records import (
 )
 from sandbox_gateway.tasks import BackgroundTasks, clean_up, finish_despite_cancellation
 
-_COMPARISON_SECONDS = 10.0
-"""Maximum time to compare a disk with its head. The guest decides how fragmented its disk is."""
+_EXTENT_WALK_SECONDS = 10.0
+"""Maximum time to examine the extents of a disk. The guest decides how fragmented its disk is."""
 
 logger = Logger("kvm_xfs")
 
@@ -101,6 +102,7 @@ class KvmXfsHost:
         root = config.host.state_root
         self._lock = HostLock(root, config.network.prefix)
         self._layout = Layout(root)
+        self._disk_queries = DiskQueries()
         quarantine = Quarantine(root)
         self._memory_roots = MemoryRoots(self._layout, config.kvm_xfs.memory_root)
         self._snapshots = Snapshots(self._layout, quarantine)
@@ -459,13 +461,19 @@ class KvmXfsHost:
 
     async def has_diverged(self, sandbox: Sandbox, head: Snapshot) -> bool:
         disk, head_disk = self._layout.instance(sandbox).disk, self._snapshots.files(head).disk
+
+        async def compare() -> bool:
+            return not await run_in_thread(reflink.have_same_extents, disk, head_disk, _EXTENT_WALK_SECONDS)
+
         with _removal_explained(sandbox):
-            return not await run_in_thread(reflink.have_same_extents, disk, head_disk, _COMPARISON_SECONDS)
+            return await self._disk_queries.run(sandbox.instance, compare)
 
     async def usage(self, sandbox: Sandbox) -> Usage:
         with _removal_explained(sandbox):
             files = self._layout.instance(sandbox)
-            disk_bytes = await asyncio.to_thread(reflink.count_unique_bytes, files.disk)
+            disk_bytes = await self._disk_queries.run(
+                sandbox.instance, lambda: run_in_thread(reflink.count_unique_bytes, files.disk, _EXTENT_WALK_SECONDS)
+            )
             image_bytes = await asyncio.to_thread(instances.measure_image, files)
         started_machine = self._machines.find(sandbox)
         memory_bytes = await asyncio.to_thread(started_machine.machine.read_memory_bytes) if started_machine else 0

@@ -8,13 +8,17 @@ from __future__ import annotations
 import contextlib
 import errno
 import fcntl
+import math
 import os
 import struct
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
-from itertools import zip_longest
 from pathlib import Path
+from typing import TypeAlias
+
+import numpy as np
+import numpy.typing as npt
 
 from sandbox_gateway.errors import BackendFailed, NoSpace, Timeout, Unsupported
 from sandbox_gateway.hosts.os_errors import create_no_space_error, is_out_of_space
@@ -27,8 +31,19 @@ _FIEMAP_FLAG_SYNC = 0x1
 _FIEMAP_EXTENT_LAST = 0x1
 _FIEMAP_EXTENT_SHARED = 0x2000
 _FIEMAP_HEADER = struct.Struct("=QQIIII")
-_FIEMAP_EXTENT = struct.Struct("=QQQ2QI3I")
-_BATCH_EXTENT_COUNT = 512
+_FIEMAP_EXTENT = np.dtype(
+    [
+        ("logical", np.uint64),
+        ("physical", np.uint64),
+        ("length", np.uint64),
+        ("reserved64", np.uint64, 2),
+        ("flags", np.uint32),
+        ("reserved", np.uint32, 3),
+    ]
+)
+_BATCH_EXTENT_COUNT = 4096
+_NO_ROWS = np.empty((0, 3), np.uint64)
+_Batch: TypeAlias = npt.NDArray[np.void]
 _COPY_CHUNK_BYTES = 4 << 20
 _UNSUPPORTED_ERRNOS = frozenset({errno.EOPNOTSUPP, errno.EINVAL, errno.EXDEV, errno.ENOTTY, errno.ENOSYS})
 """The errors of FICLONE if a file system cannot share extents, or if the files are on different file systems."""
@@ -130,73 +145,85 @@ def list_data_ranges(descriptor: int) -> Iterator[tuple[int, int]]:
 
 
 def walk_extents(path: Path) -> Iterator[Extent]:
-    """Flush dirty data, then yield the file's extents in order.
+    """Flush dirty data, then yield the file's extents in order."""
+    for batch in _walk_batches(path):
+        for logical, physical, length, flags in batch[["logical", "physical", "length", "flags"]].tolist():
+            yield Extent(logical, physical, length, bool(flags & _FIEMAP_EXTENT_SHARED))
+
+
+def _walk_batches(path: Path, seconds: float = math.inf) -> Iterator[_Batch]:
+    """Flush dirty data, then yield the file's extents in batches. Raises Timeout after ``seconds``.
 
     A guest can fragment its disk into millions of extents, so they are never all in memory at the same time.
     """
-    start = 0
+    start, deadline = 0, time.monotonic() + seconds
     with path.open("rb") as file:
-        while batch := _list_extents(path, file.fileno(), start):
-            for extent, _ in batch:
-                yield extent
-            last_extent, is_last_of_file = batch[-1]
-            if is_last_of_file:
+        while len(batch := _read_batch(path, file.fileno(), start)):
+            if time.monotonic() > deadline:
+                raise Timeout(f"{path} has too many extents to examine them within {seconds:g} s")
+            yield batch
+            last_extent = batch[-1]
+            if last_extent["flags"] & _FIEMAP_EXTENT_LAST:
                 return
-            start = last_extent.logical + last_extent.length
+            start = int(last_extent["logical"] + last_extent["length"])
 
 
-def _list_extents(path: Path, descriptor: int, start: int) -> list[tuple[Extent, bool]]:
-    """Return up to _BATCH_EXTENT_COUNT extents from the offset ``start``. A flag marks the last extent of the file."""
-    buffer = bytearray(_FIEMAP_HEADER.size + _BATCH_EXTENT_COUNT * _FIEMAP_EXTENT.size)
+def _read_batch(path: Path, descriptor: int, start: int) -> _Batch:
+    """Return up to _BATCH_EXTENT_COUNT extents from the offset ``start``."""
+    buffer = bytearray(_FIEMAP_HEADER.size + _BATCH_EXTENT_COUNT * _FIEMAP_EXTENT.itemsize)
     _FIEMAP_HEADER.pack_into(buffer, 0, start, (1 << 64) - 1 - start, _FIEMAP_FLAG_SYNC, 0, _BATCH_EXTENT_COUNT, 0)
     try:
         fcntl.ioctl(descriptor, _FS_IOC_FIEMAP, buffer)
     except OSError as error:
         raise BackendFailed(f"the kernel cannot list the extents of {path}: {error.strerror}") from None
     count = _FIEMAP_HEADER.unpack_from(buffer)[3]
-    batch = []
-    for index in range(count):
-        logical, physical, length, _, _, flags, *_ = _FIEMAP_EXTENT.unpack_from(
-            buffer, _FIEMAP_HEADER.size + index * _FIEMAP_EXTENT.size
-        )
-        is_shared = bool(flags & _FIEMAP_EXTENT_SHARED)
-        batch.append((Extent(logical, physical, length, is_shared), bool(flags & _FIEMAP_EXTENT_LAST)))
-    return batch
+    return np.frombuffer(buffer, dtype=_FIEMAP_EXTENT, count=count, offset=_FIEMAP_HEADER.size)
 
 
-def count_unique_bytes(path: Path) -> int:
-    """Return the number of bytes that the file does not share with other files. Removing the file would free them."""
-    return sum(extent.length for extent in walk_extents(path) if not extent.is_shared)
+def count_unique_bytes(path: Path, seconds: float = math.inf) -> int:
+    """Return the number of bytes that the file does not share with other files. Removing the file would free them.
+
+    Raises Timeout after ``seconds``.
+    """
+    return sum(
+        int(batch["length"][(batch["flags"] & _FIEMAP_EXTENT_SHARED) == 0].sum())
+        for batch in _walk_batches(path, seconds)
+    )
 
 
-def have_same_extents(one: Path, other: Path, seconds: float) -> bool:
-    """Return whether two files consist of the same blocks. Raises Timeout if that takes longer than ``seconds``.
+def have_same_extents(one: Path, other: Path, seconds: float = math.inf) -> bool:
+    """Return whether two files consist of the same blocks. Raises Timeout after ``seconds``.
 
     If they do, their contents are equal. If they do not, one of them has been written to.
     """
-    deadline = time.monotonic() + seconds
+    walks = [_walk_merged_extents(path, seconds) for path in (one, other)]
+    rows = [_NO_ROWS, _NO_ROWS]
+    while True:
+        rows = [each if len(each) else next(walk, _NO_ROWS) for each, walk in zip(rows, walks, strict=True)]
+        count = min(len(rows[0]), len(rows[1]))
+        if count == 0:
+            return len(rows[0]) == len(rows[1])
+        if not np.array_equal(rows[0][:count], rows[1][:count]):
+            return False
+        rows = [each[count:] for each in rows]
 
-    def check_deadline(extent: Extent) -> Extent:
-        if time.monotonic() > deadline:
-            raise Timeout(f"{one} has too many extents to compare them within {seconds:g} s")
-        return extent
 
-    walks = (_merge_extents(map(check_deadline, walk_extents(path))) for path in (one, other))
-    return all(a == b for a, b in zip_longest(*walks))
-
-
-def _merge_extents(extents: Iterable[Extent]) -> Iterator[tuple[int, int, int]]:
-    """Yield (logical, physical, length) of each extent. Joins adjacent extents, because sharing can split extents."""
-    logical = physical = length = 0
-    for extent in extents:
-        if length and logical + length == extent.logical and physical + length == extent.physical:
-            length += extent.length
-            continue
-        if length:
-            yield logical, physical, length
-        logical, physical, length = extent.logical, extent.physical, extent.length
-    if length:
-        yield logical, physical, length
+def _walk_merged_extents(path: Path, seconds: float) -> Iterator[npt.NDArray[np.uint64]]:
+    """Yield arrays of (logical, physical, length). Joins adjacent extents, because sharing can split extents."""
+    unfinished = _NO_ROWS
+    for batch in _walk_batches(path, seconds):
+        rows = np.stack([batch["logical"], batch["physical"], batch["length"]], axis=1)
+        rows = np.concatenate([unfinished, rows])
+        ends = rows[:, :2] + rows[:, 2:]
+        first_indexes = np.flatnonzero(np.append(True, (rows[1:, :2] != ends[:-1]).any(axis=1)))
+        last_indexes = np.append(first_indexes[1:], len(rows)) - 1
+        merged = rows[first_indexes]
+        merged[:, 2] = ends[last_indexes, 0] - merged[:, 0]
+        if len(merged) > 1:
+            yield merged[:-1]
+        unfinished = merged[-1:]
+    if len(unfinished):
+        yield unfinished
 
 
 def require_reflinks(directory: Path) -> None:
