@@ -49,7 +49,10 @@ def project(tmp_path: Path) -> Project:
 
 @pytest.fixture(autouse=True)
 def archive_directory(memory_gateway: MemoryGateway) -> Iterator[Path]:
+    """The directory of uploaded archives, without those of other tests, which share the gateway."""
     directory = memory_gateway.root / "build-files"
+    for path in directory.iterdir():
+        path.unlink()
     yield directory
     for path in directory.iterdir():
         path.unlink()
