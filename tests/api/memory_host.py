@@ -612,8 +612,8 @@ class MemoryHost:
             raise Conflict(f"sandbox {sandbox.id} is gone")
         return machine.state != self.disks[head.id]
 
-    async def usage(self, sandbox: Sandbox) -> Usage:
-        disk_bytes = await self.disk_queries.run(sandbox.instance, self.measure_disk)
+    async def usage(self, sandbox: Sandbox, *, with_disk: bool = True) -> Usage:
+        disk_bytes = await self.disk_queries.run(sandbox.instance, self.measure_disk) if with_disk else 0
         return Usage(disk_bytes=disk_bytes, memory_bytes=3 << 20)
 
     async def measure_disk(self) -> int:

@@ -12,6 +12,7 @@ import httpx
 import pytest
 
 from sandbox_gateway.engine import divergence, sandboxes
+from sandbox_gateway.engine.room import RoomMonitor
 from sandbox_gateway.records import Sandbox, Snapshot
 from tests.api.memory_gateway import READ_KEY, MemoryGateway
 from tests.api.memory_host import MemoryHost
@@ -100,10 +101,12 @@ class _HangingQueries:
         self._loop = memory_gateway.loop
         self._may_end = asyncio.Event()
         self.running_count = self.max_running_count = 0
+        self.spared_names: set[str] = set()
         compare, measure_disk = MemoryHost.compare, MemoryHost.measure_disk
 
         async def compare_later(host: MemoryHost, sandbox: Sandbox, head: Snapshot) -> bool:
-            await self._hang()
+            if sandbox.name not in self.spared_names:
+                await self._hang()
             return await compare(host, sandbox, head)
 
         async def measure_later(host: MemoryHost) -> int:
@@ -151,6 +154,22 @@ def test_a_comparison_that_does_not_end_makes_divergence_unknown(
     assert client.get("/sandboxes/one/usage").json()["diskBytes"] == 200_000
 
 
+def test_captures_do_not_wait_for_queries_of_disks(
+    memory_gateway: MemoryGateway,
+    sandbox: dict[str, Any],
+    hanging_queries: _HangingQueries,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A host that is short of room measures the sandbox before it captures it."""
+    assert _make_read_only_client(memory_gateway).get("/sandboxes/one").json()["diverged"] is None
+    monkeypatch.setattr(RoomMonitor, "has_disk_space", lambda *_: False)
+    monkeypatch.setattr(RoomMonitor, "_require_disk_space", lambda *_: None)
+    with memory_gateway.client() as client:
+        response = check_loop_is_not_blocked(memory_gateway, lambda: client.post("/sandboxes/one/pause"))
+    assert response.status_code == 204, response.text
+    assert hanging_queries.max_running_count == 1
+
+
 def test_plan_sessions_do_not_start_more_comparisons(
     memory_gateway: MemoryGateway, sandbox: dict[str, Any], hanging_queries: _HangingQueries
 ) -> None:
@@ -163,16 +182,29 @@ def test_plan_sessions_do_not_start_more_comparisons(
     assert hanging_queries.max_running_count == 1
 
 
+def test_comparisons_that_do_not_end_do_not_affect_other_sandboxes(
+    memory_gateway: MemoryGateway, hanging_queries: _HangingQueries
+) -> None:
+    hanging_queries.spared_names = {"honest"}
+    for name in (*(f"s{number}" for number in range(10)), "honest"):
+        create_sandbox(memory_gateway, name)
+    response = check_loop_is_not_blocked(
+        memory_gateway, lambda: _make_read_only_client(memory_gateway).get("/sandboxes?diverged=true")
+    )
+    diverged_by_name = {each["name"]: each["diverged"] for each in response.json()}
+    assert diverged_by_name.pop("honest") is False and {*diverged_by_name.values()} == {None}
+
+
 def test_many_comparisons_that_do_not_end_use_few_threads(
     memory_gateway: MemoryGateway, hanging_queries: _HangingQueries
 ) -> None:
-    for number in range(12):
+    for number in range(20):
         create_sandbox(memory_gateway, f"s{number}")
     response = check_loop_is_not_blocked(
         memory_gateway, lambda: _make_read_only_client(memory_gateway).get("/sandboxes?diverged=true")
     )
-    assert [each["diverged"] for each in response.json()] == [None] * 12
-    assert hanging_queries.max_running_count == 4
+    assert [each["diverged"] for each in response.json()] == [None] * 20
+    assert hanging_queries.max_running_count == 16
 
 
 @pytest.mark.parametrize(

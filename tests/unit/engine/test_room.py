@@ -42,7 +42,7 @@ class _Host(MemoryHost):
         self.room_count += 1
         return await super().room()
 
-    async def usage(self, sandbox: Sandbox) -> Usage:
+    async def usage(self, sandbox: Sandbox, *, with_disk: bool = True) -> Usage:
         return Usage(disk_bytes=self.disk_bytes, memory_bytes=self.memory_bytes, image_bytes=self.image_bytes)
 
     async def volume_state(self, volume: Volume) -> VolumeState:

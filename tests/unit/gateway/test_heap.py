@@ -10,6 +10,9 @@ import sys
 
 import pytest
 
+from sandbox_gateway.config import Config
+from sandbox_gateway.server import heap, serving
+
 _PROGRAM = """
 import sys, threading
 from concurrent.futures import ThreadPoolExecutor
@@ -51,3 +54,15 @@ def test_memory_of_captures_is_returned_to_the_system() -> None:
     assert _measure_memory_growth("default") > _PEAK_BYTES // 2, (
         "the library now returns memory on its own: heap.py is no longer needed"
     )
+
+
+async def test_the_daemon_configures_the_allocator(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Configured(Exception):
+        pass
+
+    def configure() -> None:
+        raise Configured
+
+    monkeypatch.setattr(heap, "configure_allocator", configure)
+    with pytest.raises(Configured):
+        await serving.run(Config())

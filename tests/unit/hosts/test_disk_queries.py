@@ -42,14 +42,14 @@ async def test_a_query_that_continues_delays_only_others_of_its_instance() -> No
     assert queries._running == {}
 
 
-async def test_only_four_queries_run_at_a_time() -> None:
+async def test_only_16_queries_run_at_a_time() -> None:
     queries, query = DiskQueries(), _Query()
-    tasks = [asyncio.create_task(queries.run(str(number), query.run)) for number in range(10)]
+    tasks = [asyncio.create_task(queries.run(str(number), query.run)) for number in range(20)]
     await asyncio.sleep(0.02)
-    assert query.running_count == 4
+    assert query.running_count == 16
     query.may_end.set()
     await asyncio.gather(*tasks)
-    assert query.call_count == 10
+    assert query.call_count == 20
     assert query.running_count == 0
 
 

@@ -255,7 +255,7 @@ class FullHost(BusyHost):
         free_count = self.capacity - len(self.machines)
         return dataclasses.replace(self.available_room, memory_free=free_count * MACHINE_START_BYTES)
 
-    async def usage(self, sandbox: Sandbox) -> Usage:
+    async def usage(self, sandbox: Sandbox, *, with_disk: bool = True) -> Usage:
         return Usage(disk_bytes=1 << 20, memory_bytes=MACHINE_START_BYTES)
 
 

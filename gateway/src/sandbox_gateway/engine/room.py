@@ -139,7 +139,7 @@ class RoomMonitor:
         needed_bytes = sandbox.resources.memory_mb * _MIB if memory else 0
         if needed_bytes and not self.has_disk_space(room, needed_bytes):
             # A capture writes at most the memory that the machine really uses, which takes longer to find out.
-            needed_bytes = min(needed_bytes, (await self._host.usage(sandbox)).memory_bytes)
+            needed_bytes = min(needed_bytes, (await self._host.usage(sandbox, with_disk=False)).memory_bytes)
         self._require_disk_space(room, needed_bytes, f"a capture of {sandbox.name}")
 
     @contextlib.asynccontextmanager
@@ -184,7 +184,7 @@ class RoomMonitor:
         if disk.problem or not reserve_bytes:
             return  # A capture reports the problem itself.
         if disk.free - needed_bytes < reserve_bytes:
-            usage = await self._host.usage(sandbox)
+            usage = await self._host.usage(sandbox, with_disk=False)
             needed_bytes = min(needed_bytes, usage.memory_bytes + usage.image_bytes)
         if disk.free - needed_bytes < reserve_bytes:
             raise NoSpace(

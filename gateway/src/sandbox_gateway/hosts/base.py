@@ -558,8 +558,11 @@ class Host(Protocol):
         or not they wait, only a few lookups run at a time. Raises GatewayError if the instance does not exist.
         """
 
-    async def usage(self, sandbox: Sandbox) -> Usage:
-        """Return the resource usage of the instance. Raises GatewayError if the instance does not exist."""
+    async def usage(self, sandbox: Sandbox, *, with_disk: bool = True) -> Usage:
+        """Return the resource usage of the instance. Raises GatewayError if the instance does not exist.
+
+        ``with_disk``: measure the disk, which takes long if the guest has fragmented it. If not, ``disk_bytes`` is 0.
+        """
 
     async def loads(self, sandboxes: Sequence[Sandbox]) -> dict[str, Load]:
         """Return the load of each instance whose machine is running. It is called often, so it must be cheap."""

@@ -7,11 +7,11 @@ from collections.abc import Callable, Coroutine
 from typing import Any, TypeVar
 
 _T = TypeVar("_T")
-_MAX_CONCURRENT_QUERIES = 4
+_MAX_CONCURRENT_QUERIES = 16
 
 
 class DiskQueries:
-    """Runs at most one query at a time for each instance, and at most four in all."""
+    """Runs at most one query at a time for each instance, and at most 16 in all."""
 
     def __init__(self) -> None:
         self._running: dict[str, asyncio.Task[Any]] = {}

@@ -168,9 +168,9 @@ class PlannedHost:
             raise Conflict(f"whether sandbox {sandbox.name} has diverged is only known after the run")
         return await self._real_host.has_diverged(real_sandbox, head)
 
-    async def usage(self, sandbox: Sandbox) -> Usage:
+    async def usage(self, sandbox: Sandbox, *, with_disk: bool = True) -> Usage:
         if self._is_real(sandbox):
-            return await self._real_host.usage(sandbox)
+            return await self._real_host.usage(sandbox, with_disk=with_disk)
         return Usage(disk_bytes=0, memory_bytes=MACHINE_START_BYTES)
 
     async def loads(self, sandboxes: Sequence[Sandbox]) -> dict[str, Load]:

@@ -76,7 +76,7 @@ class PlannedRoom:
     async def _measure(self, machine: _StoppedMachine) -> Usage:
         if machine.usage is None:
             try:
-                machine.usage = await self._host.usage(machine.sandbox)
+                machine.usage = await self._host.usage(machine.sandbox, with_disk=False)
             except GatewayError:
                 return Usage(disk_bytes=0, memory_bytes=0)
         return machine.usage

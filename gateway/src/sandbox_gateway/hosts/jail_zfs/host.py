@@ -445,8 +445,10 @@ class JailZfsHost:
     async def has_diverged(self, sandbox: Sandbox, head: Snapshot) -> bool:
         return await self._disk_queries.run(sandbox.instance, lambda: self._disks.has_diverged(sandbox, head))
 
-    async def usage(self, sandbox: Sandbox) -> Usage:
-        disk_bytes = await self._disk_queries.run(sandbox.instance, lambda: self._disks.count_unique_bytes(sandbox))
+    async def usage(self, sandbox: Sandbox, *, with_disk: bool = True) -> Usage:
+        disk_bytes = 0
+        if with_disk:
+            disk_bytes = await self._disk_queries.run(sandbox.instance, lambda: self._disks.count_unique_bytes(sandbox))
         machine = self._register.get(sandbox.instance)
         return Usage(disk_bytes, await self._limits.read_memory_bytes(machine.jail) if machine else 0)
 

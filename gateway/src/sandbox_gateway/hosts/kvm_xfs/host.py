@@ -76,8 +76,11 @@ from sandbox_gateway.records import (
 )
 from sandbox_gateway.tasks import BackgroundTasks, clean_up, finish_despite_cancellation
 
-_EXTENT_WALK_SECONDS = 10.0
-"""Maximum time to examine the extents of a disk. The guest decides how fragmented its disk is."""
+_EXTENT_WALK_SECONDS = 2.0
+"""Maximum time to examine the extents of a disk, of which a guest can make millions.
+
+Shorter than a lookup waits, so that disks that take so long do not make the state of all others unknown.
+"""
 
 logger = Logger("kvm_xfs")
 
@@ -468,12 +471,14 @@ class KvmXfsHost:
         with _removal_explained(sandbox):
             return await self._disk_queries.run(sandbox.instance, compare)
 
-    async def usage(self, sandbox: Sandbox) -> Usage:
+    async def usage(self, sandbox: Sandbox, *, with_disk: bool = True) -> Usage:
+        files = self._layout.instance(sandbox)
+
+        async def measure_disk() -> int:
+            return await run_in_thread(reflink.count_unique_bytes, files.disk, _EXTENT_WALK_SECONDS)
+
         with _removal_explained(sandbox):
-            files = self._layout.instance(sandbox)
-            disk_bytes = await self._disk_queries.run(
-                sandbox.instance, lambda: run_in_thread(reflink.count_unique_bytes, files.disk, _EXTENT_WALK_SECONDS)
-            )
+            disk_bytes = await self._disk_queries.run(sandbox.instance, measure_disk) if with_disk else 0
             image_bytes = await asyncio.to_thread(instances.measure_image, files)
         started_machine = self._machines.find(sandbox)
         memory_bytes = await asyncio.to_thread(started_machine.machine.read_memory_bytes) if started_machine else 0

@@ -6,6 +6,7 @@ Sources: ioctl_ficlone(2); Linux Documentation/filesystems/fiemap.rst; include/u
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import errno
 import fcntl
 import math
@@ -42,6 +43,8 @@ _FIEMAP_EXTENT = np.dtype(
     ]
 )
 _BATCH_EXTENT_COUNT = 4096
+_libc = ctypes.CDLL(None, use_errno=True)
+_libc.ioctl.argtypes = [ctypes.c_int, ctypes.c_ulong, ctypes.c_void_p]
 _NO_ROWS = np.empty((0, 3), np.uint64)
 _Batch: TypeAlias = npt.NDArray[np.void]
 _COPY_CHUNK_BYTES = 4 << 20
@@ -172,10 +175,10 @@ def _read_batch(path: Path, descriptor: int, start: int) -> _Batch:
     """Return up to _BATCH_EXTENT_COUNT extents from the offset ``start``."""
     buffer = bytearray(_FIEMAP_HEADER.size + _BATCH_EXTENT_COUNT * _FIEMAP_EXTENT.itemsize)
     _FIEMAP_HEADER.pack_into(buffer, 0, start, (1 << 64) - 1 - start, _FIEMAP_FLAG_SYNC, 0, _BATCH_EXTENT_COUNT, 0)
-    try:
-        fcntl.ioctl(descriptor, _FS_IOC_FIEMAP, buffer)
-    except OSError as error:
-        raise BackendFailed(f"the kernel cannot list the extents of {path}: {error.strerror}") from None
+    # Flushing can take seconds. Unlike fcntl.ioctl, ctypes lets other threads run meanwhile.
+    if _libc.ioctl(descriptor, _FS_IOC_FIEMAP, (ctypes.c_char * len(buffer)).from_buffer(buffer)) < 0:
+        reason = os.strerror(ctypes.get_errno())
+        raise BackendFailed(f"the kernel cannot list the extents of {path}: {reason}")
     count = _FIEMAP_HEADER.unpack_from(buffer)[3]
     return np.frombuffer(buffer, dtype=_FIEMAP_EXTENT, count=count, offset=_FIEMAP_HEADER.size)
 
