@@ -90,10 +90,7 @@ CLIENTS = (
 _MODULES = (sandboxes, snapshots, templates, volumes, forkd_routes)
 ROUTES = {
     f"{method} {re.sub(r'{[^}]*}', '{}', route.path)}": route
-    for router in (
-        app._health_router,
-        *(module.router for module in (sandboxes, snapshots, templates, volumes, forkd_routes)),
-    )
+    for router in (app._health_router, *(module.router for module in _MODULES))
     for route in router.routes
     if isinstance(route, APIRoute)
     for method in route.methods

@@ -11,7 +11,7 @@ from typing import Any
 import httpx
 import pytest
 
-from sandbox_gateway.engine import divergence, sandboxes
+from sandbox_gateway.engine import sandboxes as engine_sandboxes
 from sandbox_gateway.engine.room import RoomMonitor
 from sandbox_gateway.records import Sandbox, Snapshot
 from tests.api.memory_gateway import READ_KEY, MemoryGateway
@@ -74,8 +74,8 @@ def test_all_agents_are_queried_at_the_same_time(
     memory_gateway: MemoryGateway, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """If only some were queried at a time, each that hangs would delay the list."""
-    monkeypatch.setattr(divergence, "_SYNC_SECONDS", 60)
-    monkeypatch.setattr(divergence, "_SECONDS", 60)
+    monkeypatch.setattr(engine_sandboxes, "_SYNC_SECONDS", 60)
+    monkeypatch.setattr(engine_sandboxes, "_DIVERGENCE_SECONDS", 60)
     sandboxes = [create_sandbox(memory_gateway, f"s{number}") for number in range(_LONG_LIST_LENGTH)]
     all_queried = threading.Barrier(_LONG_LIST_LENGTH)
 
@@ -130,8 +130,8 @@ class _HangingQueries:
 @pytest.fixture
 def hanging_queries(memory_gateway: MemoryGateway, monkeypatch: pytest.MonkeyPatch) -> Iterator[_HangingQueries]:
     """A guest decides how fragmented its disk is, and so how long these queries take."""
-    monkeypatch.setattr(divergence, "_SECONDS", 1)
-    monkeypatch.setattr(sandboxes, "_USAGE_SECONDS", 1)
+    monkeypatch.setattr(engine_sandboxes, "_DIVERGENCE_SECONDS", 1)
+    monkeypatch.setattr(engine_sandboxes, "_USAGE_SECONDS", 1)
     queries = _HangingQueries(memory_gateway, monkeypatch)
     yield queries
     queries.end()

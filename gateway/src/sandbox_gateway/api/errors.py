@@ -110,7 +110,7 @@ def register(app: FastAPI) -> None:
 
     @app.exception_handler(GatewayError)
     async def _handle_gateway_error(request: Request, error: GatewayError) -> JSONResponse:
-        return _handle(request.scope, error)
+        return _convert_error(request.scope, error)
 
     @app.exception_handler(RequestValidationError)
     async def _handle_validation_error(_: Request, error: RequestValidationError) -> JSONResponse:
@@ -126,7 +126,7 @@ def register(app: FastAPI) -> None:
         return build_error_response(error.status_code, kind, message, headers=error.headers)
 
 
-def _handle(scope: Scope, error: GatewayError) -> JSONResponse:
+def _convert_error(scope: Scope, error: GatewayError) -> JSONResponse:
     # A segment of an unsupported request may look like the name of an object, which is then missing.
     unsupported = _find_unsupported_request(scope, error.status) if isinstance(error, NotFound) else None
     return convert_to_response(unsupported or error)
@@ -214,7 +214,7 @@ class ErrorMiddleware:
         except GatewayError as error:
             if status:
                 raise
-            await _handle(scope, error)(scope, receive, send_and_record)
+            await _convert_error(scope, error)(scope, receive, send_and_record)
         except Exception as error:
             incident_id = secrets.token_hex(4)
             log.error(

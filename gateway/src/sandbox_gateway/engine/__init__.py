@@ -26,7 +26,7 @@ groups each group uses.
   exports to files and imports from them, in the package ``transfer``; ``build_files`` stores the files that steps of
   a template copy, and ``archive_digest`` checks them.
 * Operations that are built on the primitives: ``snapshots`` and ``lineage``, ``forks``, ``sandboxes``, ``templates``.
-  Their steps: ``fork_plan``, ``mount_plan``, ``replacement``, ``divergence``, ``template_builder``, ``builds``,
+  Their steps: ``fork_plan``, ``mount_plan``, ``replacement``, ``template_builder``, ``builds``,
   ``image_steps``; ``dockerfiles`` and ``build_context_patterns`` translate Dockerfiles to such steps.
 * Snapshots and templates in registries: `transfer.artifacts`, which uses `transfer.transfers` and ``templates``.
 * Work that no request triggers: ``loads`` measures sandboxes; ``recovery`` runs at start-up; ``expiry``. Groups above

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import AsyncIterator, Iterator, Sequence
 from datetime import datetime
 from typing import Any
 
@@ -14,7 +14,6 @@ from sandbox_gateway.engine.captures import Captures
 from sandbox_gateway.engine.collector import Collector
 from sandbox_gateway.engine.context import Context
 from sandbox_gateway.engine.creation_order import Key
-from sandbox_gateway.engine.divergence import Divergence
 from sandbox_gateway.engine.durations import measured, set_memory_mode
 from sandbox_gateway.engine.locking import Locking
 from sandbox_gateway.engine.machine_lifecycle import MachineLifecycle
@@ -40,6 +39,10 @@ from sandbox_gateway.records import (
 )
 from sandbox_gateway.tasks import clean_up, finish_despite_cancellation
 
+_SYNC_SECONDS = 2
+"""Maximum time for the agent to make the guest write its cached data to its disk."""
+_DIVERGENCE_SECONDS = 4
+"""Maximum time to determine whether a sandbox has diverged. Its guest cannot extend it."""
 _USAGE_SECONDS = 10
 
 log = Logger("engine")
@@ -63,7 +66,6 @@ class Sandboxes:
         self._events = context.events
         self._locking = locking
         self._agents = agents
-        self._divergence = Divergence(context, agents)
         self._collector = collector
         self._mount_planner = mount_planner
         self._machines = machines
@@ -90,19 +92,22 @@ class Sandboxes:
         Changes that the guest has not yet written to its disk count too. Raises GatewayError if this cannot be
         determined, or Timeout if that takes longer than four seconds, two of which the agent may use.
         """
-        return await self._divergence.has_diverged(self.get(ref))
+        sandbox = self.get(ref)
+        head = self._index.snapshots.get(sandbox.head)
+        if head is None:
+            return True
+        if sandbox.state is SandboxState.PAUSED:
+            return not sandbox.pause_snapshot or sandbox.pause_snapshot != sandbox.head
+        async with _limited(_DIVERGENCE_SECONDS, f"sandbox {sandbox.name} could not be compared with its head"):
+            await self._agents.create_client(sandbox).sync(seconds=_SYNC_SECONDS)
+            return await self._host.has_diverged(sandbox, head)
 
     async def get_usage(self, ref: str) -> Usage:
         sandbox = self.get(ref)
         if sandbox.state is SandboxState.PAUSED:
             return Usage(disk_bytes=0, memory_bytes=0)
-        try:
-            async with asyncio.timeout(_USAGE_SECONDS):
-                return await self._host.usage(sandbox)
-        except TimeoutError:
-            raise Timeout(
-                f"the usage of sandbox {sandbox.name} could not be measured within {_USAGE_SECONDS} s: try again later"
-            ) from None
+        async with _limited(_USAGE_SECONDS, f"the usage of sandbox {sandbox.name} could not be measured"):
+            return await self._host.usage(sandbox)
 
     @measured("sandbox.update")
     async def update(self, ref: str, *, metadata: dict[str, str] | None = None, name: str | None = None) -> Sandbox:
@@ -288,3 +293,13 @@ class Sandboxes:
         self._events.publish("sandbox.killed", sandboxID=sandbox.id, name=sandbox.name)
         await clean_up(log, self._replacement.remove_pause_snapshot(sandbox))
         await self._collector.collect()
+
+
+@contextlib.asynccontextmanager
+async def _limited(seconds: float, failure: str) -> AsyncIterator[None]:
+    """Limit the time of a lookup. ``failure`` is the beginning of the error message. Raises Timeout."""
+    try:
+        async with asyncio.timeout(seconds):
+            yield
+    except TimeoutError:
+        raise Timeout(f"{failure} within {seconds:g} s: try again later") from None

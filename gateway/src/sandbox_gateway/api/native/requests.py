@@ -842,23 +842,23 @@ class ImageStep(NativeBody):
 class BuildFromImage(NativeBody):
     ignored_fields: ClassVar[Mapping[str, str]] = {"force": "no step is cached"}
     misplaced_fields: ClassVar[Mapping[str, Refusal]] = {
-        **_refuse_misplaced("`POST /templates`", dict.fromkeys(_TEMPLATE_FIELDS, "send the whole request there")),
-        **_refuse_misplaced(
-            "the first request of a build",
-            dict.fromkeys(
-                ("name", "tags", "alias", "teamID", "cpuCount", "memoryMB", "minFreeDiskMb"),
-                "send it to `POST /v3/templates`",
-            ),
-        ),
         **_refuse_misplaced(
             "`POST /templates`",
             {
+                **dict.fromkeys(_TEMPLATE_FIELDS, "send the whole request there"),
                 "image": "use 'fromImage'",
                 "template": "use 'fromTemplate'",
                 "setup": "use 'steps'",
                 "startCommand": "use 'startCmd'",
                 "readyProbe": "use 'readyCmd'",
             },
+        ),
+        **_refuse_misplaced(
+            "the first request of a build",
+            dict.fromkeys(
+                ("name", "tags", "alias", "teamID", "cpuCount", "memoryMB", "minFreeDiskMb"),
+                "send it to `POST /v3/templates`",
+            ),
         ),
     }
 
