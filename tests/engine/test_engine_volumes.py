@@ -252,7 +252,7 @@ def test_a_volume_is_not_removed_or_rolled_back_during_a_mount(
 
     async def try_changes(*args: Any, **kwargs: Any) -> None:
         for change in (engine.volumes.delete("data", True), engine.volumes.rollback("data", "mark", force=True)):
-            with pytest.raises(InUse, match="in use by another request"):
+            with pytest.raises(InUse, match="in use by a running request"):
                 await change
             refusals.append(1)
         await identify(*args, **kwargs)
