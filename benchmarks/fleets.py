@@ -9,10 +9,10 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from tests.api.memory_gateway import ADMIN_KEY
 from tests.fleet.world import World, created_world, running_process
 from tests.support.certificates import Authority
 from tests.support.etcd import running_etcd
+from tests.support.memory_gateway import ADMIN_KEY
 from tests.support.waiting import wait_until
 
 _TIMEOUT_SECONDS = 120

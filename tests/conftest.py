@@ -23,10 +23,10 @@ from hypothesis import HealthCheck, settings
 from xdist.scheduler import LoadScopeScheduling
 
 from tests import leaks
-from tests.api.memory_gateway import MemoryGateway
 from tests.support import jail_world, session, templates
 from tests.support.gateway import PROGRAM, TEMPLATE, Gateway, build_template
 from tests.support.jail_world import JailZfsWorld
+from tests.support.memory_gateway import MemoryGateway
 from tests.support.worlds import KvmXfsWorld
 from tests.support.xfs import LoopXfs
 

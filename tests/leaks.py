@@ -21,8 +21,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.jail_zfs import pools
-from tests.support import jail_world, session
+from tests.support import jail_world, pools, session
 
 _GRACE_SECONDS = 30
 _TEMPORARY_LINK_PREFIX = "pytest"

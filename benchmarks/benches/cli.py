@@ -12,7 +12,7 @@ from tempfile import TemporaryDirectory
 from benchmarks.context import Context
 from benchmarks.measure import Result, Target
 from benchmarks.timers import time_call
-from tests.api.memory_gateway import MemoryGateway
+from tests.support.memory_gateway import MemoryGateway
 
 _SANDBOX_COUNT = 10
 _MAX_LIST_RATIO = 1.3

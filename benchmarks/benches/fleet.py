@@ -18,8 +18,8 @@ _LISTED_COUNT = 30
 _SPREAD_COUNT = 30
 _ADDED_LIMIT_MS = 3
 _NOTE = (
-    "the gateways, etcd and TLS are real. The machines are only simulated (tests/api/memory_host.py), so that they add "
-    "as little as possible. All processes share the CPUs of this machine"
+    "the gateways, etcd and TLS are real. The machines are only simulated (tests/support/memory_host.py), so that they "
+    "add as little as possible. All processes share the CPUs of this machine"
 )
 _FORWARDED = {
     "show": "show a sandbox",
@@ -40,7 +40,7 @@ class Fleet:
             "rounds": rounds,
             "fork_rounds": fork_rounds,
             "hosts": len(_HOSTS),
-            "machines": "tests/api/memory_host.py",
+            "machines": "tests/support/memory_host.py",
         }
         result = Result(self.name, self.title, settings, notes=[_NOTE])
         samples: dict[str, list[float]] = defaultdict(list)

@@ -33,7 +33,7 @@ from sandbox_gateway.hosts.jail_zfs.network.epair import Bridge
 from sandbox_gateway.hosts.jail_zfs.network.pf import Pf
 from sandbox_gateway.hosts.jail_zfs.storage.instances import InstanceStorage
 from sandbox_gateway.records import Sandbox
-from tests.jail_zfs import pools
+from tests.support import pools
 from tests.support.jail_world import ShimHost, jail_zfs_world, make_shim_environment
 from tests.support.live import EngineRunner
 from tests.support.worlds import TEMPLATE

@@ -15,8 +15,7 @@ from benchmarks.measure import Result, Target
 from benchmarks.timers import time_call
 from sandbox_gateway.hosts.jail_zfs.storage.storage import ZfsStorage
 from sandbox_gateway.records import MemoryMode, Sandbox, SandboxState, Snapshot, new_id
-from tests.jail_zfs import pools
-from tests.support import session
+from tests.support import pools, session
 
 _SIZES = (1, 100, 300, 1_000)
 _QUICK_SIZES = (1, 20)

@@ -14,8 +14,7 @@ from sandbox_gateway.hosts.jail_zfs.storage.property_codec import RECORD_PROPERT
 from sandbox_gateway.hosts.jail_zfs.storage.root import CONTAINERS, SANDBOXES, TEMPLATE_PREFIX
 from sandbox_gateway.hosts.jail_zfs.storage.volume_scan import VOLUME_SCAN_PROPERTIES
 from sandbox_gateway.records import MemoryMode, Sandbox, SandboxState, Snapshot
-from tests.jail_zfs import pools
-from tests.support import session
+from tests.support import pools, session
 from tests.support.gateway import Gateway
 from tests.support.jail_world import emulated_freebsd, make_shim_environment
 

@@ -20,9 +20,9 @@ from sandbox_gateway.config import Config
 from sandbox_gateway.engine.engine import Engine
 from sandbox_gateway.engine.plans.sessions import PlanSessions
 from sandbox_gateway.records import Sandbox, SandboxState, Snapshot, new_id
-from tests.api.memory_gateway import MemoryGateway
-from tests.api.memory_host import MemoryHost
 from tests.support import session
+from tests.support.memory_gateway import MemoryGateway
+from tests.support.memory_host import MemoryHost
 
 _SNAPSHOT_COUNT, _SANDBOX_COUNT = 10_000, 2_000
 _OPEN_LIMIT_MS, _MEMORY_LIMIT_BYTES = 5, 5_000_000
@@ -39,7 +39,7 @@ class Plans:
             "rounds": rounds,
             "snapshots": _SNAPSHOT_COUNT,
             "sandboxes": _SANDBOX_COUNT,
-            "machines": "tests/api/memory_host.py",
+            "machines": "tests/support/memory_host.py",
         }
         result = Result(self.name, self.title, settings, notes=[SIMULATION_NOTE])
         unchanged, check, sessions = [], [], []

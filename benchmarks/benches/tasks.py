@@ -15,14 +15,14 @@ from typing import Any
 from benchmarks.context import Context
 from benchmarks.measure import Result, Target
 from benchmarks.plays import Plays
-from tests.api.memory_gateway import MemoryGateway
 from tests.support import session
+from tests.support.memory_gateway import MemoryGateway
 
 FORK_COUNT = 100
 _ROUNDS = 5
 """How many times the tasks of a play are measured, after a first round in which Ansible loads its plugins."""
 SIMULATION_NOTE = (
-    "the gateway and its HTTP server are real. The forks are only simulated (tests/api/memory_host.py), because "
+    "the gateway and its HTTP server are real. The forks are only simulated (tests/support/memory_host.py), because "
     "the measured requests do not need machines"
 )
 _FORK_OPTIONS: dict[str, Any] = {"snapshot": "golden", "count": FORK_COUNT, "name_prefix": "ci", "exact": True}
@@ -38,7 +38,7 @@ class Tasks:
             "forks": FORK_COUNT,
             "plays": plays,
             "rounds": plays * _ROUNDS,
-            "machines": "tests/api/memory_host.py",
+            "machines": "tests/support/memory_host.py",
         }
         result = Result(self.name, self.title, settings, notes=[SIMULATION_NOTE])
         samples: dict[str, list[float]] = defaultdict(list)

@@ -21,8 +21,7 @@ from benchmarks.plays import Plays
 from benchmarks.rivals.probe import wait_for_answer
 from sandbox_gateway.hosts.jail_zfs.jail import jails
 from tests.collection import awx_collection
-from tests.jail_zfs import pools
-from tests.support import jail_world, session
+from tests.support import jail_world, pools, session
 from tests.support.gateway import Gateway
 from tests.support.jail_world import JailZfsWorld, run_shim
 from tests.support.world_gateway import world_gateway

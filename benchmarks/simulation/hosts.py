@@ -46,9 +46,9 @@ from sandbox_gateway.fleet.store import Operation, Outcome, Store, StoreUnavaila
 from sandbox_gateway.fleet.view import FleetView
 from sandbox_gateway.hosts.base import Abilities, Room
 from sandbox_gateway.records import Sandbox, SandboxState, Snapshot, SnapshotKind
-from tests.api.memory_host import MemoryHost
 from tests.fleet.times import PATIENT_TIMES, set_times
 from tests.support import session
+from tests.support.memory_host import MemoryHost
 
 TEMPLATE = "base"
 _STORE_COUNT = 4

@@ -22,8 +22,8 @@ from pathlib import Path
 from sandbox_gateway.fleet.directory import Directory
 from sandbox_gateway.fleet.view import FleetView
 from sandbox_gateway.server import heap
-from tests.api.memory_gateway import MemoryGateway
 from tests.fleet.times import PATIENT_TIMES, set_times
+from tests.support.memory_gateway import MemoryGateway
 
 _BEAT_SECONDS = 0.002
 

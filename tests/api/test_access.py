@@ -20,8 +20,9 @@ from sandbox_gateway.api.access.ports import derive_port_token
 from sandbox_gateway.api.access.signed_urls import SignedUrl, SignerFinder, parse_signed_url, verify_signed_query
 from sandbox_gateway.engine.secret import Secret
 from sandbox_gateway.errors import Unauthorized
-from tests.api import memory_host
-from tests.api.inside import (
+from tests.api.test_sandboxes import create_sandbox
+from tests.support import memory_host
+from tests.support.guest_services import (
     AGENT_PORT,
     PORT,
     make_port_headers,
@@ -30,8 +31,7 @@ from tests.api.inside import (
     raw_service,
     wait_until,
 )
-from tests.api.memory_gateway import ADMIN_KEY, READ_KEY, MemoryGateway
-from tests.api.test_sandboxes import create_sandbox
+from tests.support.memory_gateway import ADMIN_KEY, READ_KEY, MemoryGateway
 
 TOKEN = "5" * 64
 NOW = 1_800_000_000

@@ -13,7 +13,7 @@ from sandbox_gateway.engine import own_changes
 from sandbox_gateway.engine.own_changes import OwnChanges
 from sandbox_gateway.engine.plans import runs
 from sandbox_gateway.errors import Busy, Gone
-from tests.api.memory_gateway import ADMIN_KEY, MemoryGateway
+from tests.support.memory_gateway import ADMIN_KEY, MemoryGateway
 
 
 @pytest.fixture

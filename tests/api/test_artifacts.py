@@ -20,9 +20,9 @@ from sandbox_gateway.engine.transfer import artifact_format, registry_client
 from sandbox_gateway.engine.transfer.manifest import parse_manifest
 from sandbox_gateway.engine.transfer.signing import Signer
 from sandbox_gateway.hosts.base import Room, SnapshotPart
-from tests.api.memory_gateway import ADMIN_KEY, EXEC_KEY, READ_KEY, MemoryGateway
 from tests.support import session
 from tests.support.images import PASSWORD, USER, running_registry, write_auth_file
+from tests.support.memory_gateway import ADMIN_KEY, EXEC_KEY, READ_KEY, MemoryGateway
 from tests.support.waiting import wait_until
 from tests.unit.engine.test_snapshot_files import make_manifest_fields
 

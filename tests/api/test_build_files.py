@@ -21,7 +21,7 @@ from sandbox_gateway.api.access import signed_urls
 from sandbox_gateway.engine import build_files
 from sandbox_gateway.engine.image_steps import build_archive_path, name_unchecked_archive
 from sandbox_gateway.hosts.base import Room
-from tests.api.memory_gateway import ADMIN_KEY, EXEC_KEY, READ_KEY, MemoryGateway
+from tests.support.memory_gateway import ADMIN_KEY, EXEC_KEY, READ_KEY, MemoryGateway
 from tests.support.waiting import wait_until
 
 DIGEST, OTHER_DIGEST = "0123456789abcdef" * 4, "f" * 64

@@ -25,10 +25,10 @@ from sandbox_gateway.api.body import Body
 from sandbox_gateway.api.client_requests import IGNORED_PARAMETERS, UNSUPPORTED_REQUESTS
 from sandbox_gateway.api.native import requests
 from sandbox_gateway.api.unknown_fields import find_refusal, find_refused_fields, get_fields
-from tests.api.memory_gateway import ADMIN_KEY, MemoryGateway
 from tests.api.test_errors import check_refusal
 from tests.sdk import fields
 from tests.sdk.servers import build_e2b_environment
+from tests.support.memory_gateway import ADMIN_KEY, MemoryGateway
 
 _BUILD_REQUESTS = {
     "POST /templates": requests.CreateTemplate,

@@ -18,8 +18,8 @@ import pytest
 from ansible_collections.grove.sandbox.plugins.module_utils import _build_context, _template
 from ansible_collections.grove.sandbox.plugins.module_utils._run import PLAN_KEY, run
 
-from tests.api.memory_gateway import READ_KEY, MemoryGateway
 from tests.support.linux_images import refuse_images
+from tests.support.memory_gateway import READ_KEY, MemoryGateway
 
 IMAGE = "oci:/srv/images/app:1"
 _run_numbers = itertools.count()

@@ -8,7 +8,7 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.api.memory_gateway import ADMIN_KEY, MemoryGateway
+from tests.support.memory_gateway import ADMIN_KEY, MemoryGateway
 
 ERROR_FIELDS = {"code", "message", "error", "kind", "blockers"}
 

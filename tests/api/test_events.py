@@ -10,8 +10,8 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.api.memory_gateway import MemoryGateway
 from tests.api.test_sandboxes import create_sandbox
+from tests.support.memory_gateway import MemoryGateway
 
 
 def collect_events(

@@ -14,7 +14,7 @@ from sandbox_gateway.api.forkd import shapes
 from sandbox_gateway.engine.agent_client import AgentClient
 from sandbox_gateway.errors import BackendFailed, Invalid, NoSpace
 from sandbox_gateway.records import MemoryMode, Sandbox, Snapshot
-from tests.api.memory_gateway import ADMIN_KEY, EXEC_KEY, READ_KEY, MemoryGateway
+from tests.support.memory_gateway import ADMIN_KEY, EXEC_KEY, READ_KEY, MemoryGateway
 
 Json = dict[str, Any]
 

@@ -20,10 +20,10 @@ import forkd
 import httpx
 import pytest
 
-from tests.api.memory_gateway import ADMIN_KEY, EXEC_KEY, READ_KEY, MemoryGateway
-from tests.api.memory_host import MemorySource
 from tests.api.test_transfers import make_foreign_file
 from tests.support import forkd_command, session
+from tests.support.memory_gateway import ADMIN_KEY, EXEC_KEY, READ_KEY, MemoryGateway
+from tests.support.memory_host import MemorySource
 from tests.support.waiting import wait_until
 
 StartCommand = Callable[..., subprocess.Popen[str]]

@@ -8,8 +8,8 @@ import subprocess
 import sys
 from pathlib import Path
 
-from tests.api.memory_gateway import ADMIN_KEY, MemoryGateway
 from tests.support.certificates import create_certificate
+from tests.support.memory_gateway import ADMIN_KEY, MemoryGateway
 
 _CLIENT_SCRIPT = """
 import json, sys

@@ -9,8 +9,8 @@ from collections import Counter
 from collections.abc import Callable
 
 from benchmarks.mixed_use import MixedUse
-from tests.api.inside import wait_until
-from tests.api.memory_gateway import MemoryGateway
+from tests.support.guest_services import wait_until
+from tests.support.memory_gateway import MemoryGateway
 
 ROUND_COUNT = 40
 MAX_LEFTOVER_BLOCKS_PER_ROUND = 25

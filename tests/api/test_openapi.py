@@ -17,7 +17,7 @@ from schemathesis.specs.openapi.checks import (
 )
 
 from sandbox_gateway.server.serving import build_openapi_document
-from tests.api.memory_gateway import ADMIN_KEY, MemoryGateway
+from tests.support.memory_gateway import ADMIN_KEY, MemoryGateway
 
 EXAMPLES_PER_ROUTE = 8
 """Number of requests that the test sends to each route."""

@@ -17,7 +17,7 @@ import pytest
 
 from sandbox_gateway.engine.plans import sessions
 from sandbox_gateway.records import PLANNED_PREFIX
-from tests.api.memory_gateway import ADMIN_KEY, EXEC_KEY, READ_KEY, MemoryGateway
+from tests.support.memory_gateway import ADMIN_KEY, EXEC_KEY, READ_KEY, MemoryGateway
 from tests.support.waiting import wait_until
 
 PLANNED_ID = re.compile(rf"{PLANNED_PREFIX}[0-9a-f]{{4}}")

@@ -17,7 +17,8 @@ import httpx
 import pytest
 
 from sandbox_gateway.api.data_plane import pools, proxy
-from tests.api.inside import (
+from tests.api.test_sandboxes import create_sandbox
+from tests.support.guest_services import (
     AGENT_PORT,
     PORT,
     Service,
@@ -32,8 +33,7 @@ from tests.api.inside import (
     read_response,
     wait_until,
 )
-from tests.api.memory_gateway import ADMIN_KEY, EXEC_KEY, READ_KEY, MemoryGateway
-from tests.api.test_sandboxes import create_sandbox
+from tests.support.memory_gateway import ADMIN_KEY, EXEC_KEY, READ_KEY, MemoryGateway
 
 
 @pytest.mark.parametrize("make_headers", [make_port_headers, make_port_headers_with_host])

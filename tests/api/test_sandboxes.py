@@ -13,8 +13,8 @@ import pytest
 from e2b.api.client.models import SandboxMetric
 
 from sandbox_gateway.api.native.shapes import ENVD_VERSION
-from tests.api.inside import wait_until
-from tests.api.memory_gateway import READ_KEY, MemoryGateway
+from tests.support.guest_services import wait_until
+from tests.support.memory_gateway import READ_KEY, MemoryGateway
 
 
 def create_sandbox(api: httpx.Client, **body: Any) -> dict[str, Any]:

@@ -11,8 +11,8 @@ import pytest
 from ansible_collections.grove.sandbox.plugins.module_utils import _snapshot
 from ansible_collections.grove.sandbox.plugins.module_utils._client import Client
 
-from tests.api.memory_gateway import MemoryGateway
-from tests.api.memory_host import DependentSnapshotsHost
+from tests.support.memory_gateway import MemoryGateway
+from tests.support.memory_host import DependentSnapshotsHost
 
 
 @pytest.fixture

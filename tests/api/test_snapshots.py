@@ -7,8 +7,8 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.api.memory_gateway import MemoryGateway
 from tests.api.test_sandboxes import create_sandbox
+from tests.support.memory_gateway import MemoryGateway
 from tests.support.waiting import wait_until
 
 

@@ -12,8 +12,8 @@ from sandbox_gateway.hosts.base import Log, Room
 from sandbox_gateway.image_references import RegistryLogin
 from sandbox_gateway.recipes import Recipe
 from sandbox_gateway.records import Snapshot
-from tests.api.memory_gateway import MemoryGateway
-from tests.api.memory_host import MemoryHost
+from tests.support.memory_gateway import MemoryGateway
+from tests.support.memory_host import MemoryHost
 
 
 def test_a_ready_template_has_all_its_fields(memory_gateway: MemoryGateway, api: httpx.Client) -> None:

@@ -25,9 +25,9 @@ from sandbox_gateway.engine.transfer.signing import Signer
 from sandbox_gateway.engine.transfer.transfers import Export
 from sandbox_gateway.hosts.base import Room, SnapshotPart
 from sandbox_gateway.records import Snapshot
-from tests.api.memory_gateway import ADMIN_KEY, EXEC_KEY, READ_KEY, MemoryGateway
-from tests.api.memory_host import MemoryHost, MemorySource, MemoryTarget
 from tests.api.test_errors import check_refusal
+from tests.support.memory_gateway import ADMIN_KEY, EXEC_KEY, READ_KEY, MemoryGateway
+from tests.support.memory_host import MemoryHost, MemorySource, MemoryTarget
 from tests.support.waiting import wait_until
 from tests.unit.engine.test_snapshot_files import CHUNKS, FILE, make_manifest_fields
 

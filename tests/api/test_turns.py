@@ -7,7 +7,7 @@ from pathlib import Path
 
 import httpx
 
-from tests.api.memory_gateway import ADMIN_KEY, MemoryGateway
+from tests.support.memory_gateway import ADMIN_KEY, MemoryGateway
 from tests.support.waiting import wait_until
 
 FORK_COUNT = 30

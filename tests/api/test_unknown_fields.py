@@ -18,8 +18,8 @@ from sandbox_gateway.api.forkd import shapes as forkd
 from sandbox_gateway.api.native import requests
 from sandbox_gateway.api.unknown_fields import MAX_LIST_ENTRIES, find_model, find_unknown_fields
 from sandbox_gateway.cli.client import Client as CommandClient
-from tests.api.memory_gateway import MemoryGateway
 from tests.api.test_errors import check_refusal
+from tests.support.memory_gateway import MemoryGateway
 
 
 def find_unknown_paths(model: type[Body], data: Any) -> list[str]:

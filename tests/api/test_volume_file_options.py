@@ -12,8 +12,8 @@ import pytest
 from ansible_collections.grove.sandbox.plugins.module_utils import _snapshot, _volume
 from ansible_collections.grove.sandbox.plugins.module_utils._run import PLAN_KEY, run
 
-from tests.api.memory_gateway import MemoryGateway
 from tests.api.test_volume_files import export_volume, read_color, snapshot
+from tests.support.memory_gateway import MemoryGateway
 
 __all__ = ["snapshot"]  # a fixture that all tests use
 

@@ -8,8 +8,8 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.api.memory_gateway import ADMIN_KEY, EXEC_KEY, READ_KEY, MemoryGateway
 from tests.api.test_transfers import interrupt_import, make_foreign_file
+from tests.support.memory_gateway import ADMIN_KEY, EXEC_KEY, READ_KEY, MemoryGateway
 
 
 @pytest.fixture(autouse=True)

@@ -16,7 +16,8 @@ from websockets.exceptions import ConnectionClosed, ConnectionClosedError, Inval
 from websockets.sync.client import ClientConnection, connect
 
 from sandbox_gateway.api.data_plane import websocket
-from tests.api.inside import (
+from tests.api.test_sandboxes import create_sandbox
+from tests.support.guest_services import (
     PORT,
     Service,
     get_machine_address,
@@ -29,8 +30,7 @@ from tests.api.inside import (
     read_response,
     wait_until,
 )
-from tests.api.memory_gateway import EXEC_KEY, READ_KEY, MemoryGateway
-from tests.api.test_sandboxes import create_sandbox
+from tests.support.memory_gateway import EXEC_KEY, READ_KEY, MemoryGateway
 
 KEY_HEADERS = {"X-API-Key": EXEC_KEY}
 NONCE = "A" * 22 + "=="

@@ -2,8 +2,8 @@ from __future__ import annotations
 
 import pytest
 
-from tests.api.memory_gateway import MemoryGateway
 from tests.cli.running import Outcome, Run, run_sandboxctl
+from tests.support.memory_gateway import MemoryGateway
 
 
 @pytest.fixture

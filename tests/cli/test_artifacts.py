@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from tests.api.memory_gateway import MemoryGateway
 from tests.api.test_artifacts import Registry, running_gateway
 from tests.cli.running import Run, check_success
 from tests.support.images import PASSWORD, USER, write_auth_file
+from tests.support.memory_gateway import MemoryGateway
 
 
 @pytest.fixture(scope="module")

@@ -15,10 +15,10 @@ from sandbox_gateway.hosts.base import Log, MemoryDisk, SlowCommand, StorageComm
 from sandbox_gateway.image_references import RegistryLogin
 from sandbox_gateway.recipes import Recipe
 from sandbox_gateway.records import Snapshot
-from tests.api.memory_gateway import ADMIN_KEY, READ_KEY, MemoryGateway
-from tests.api.memory_host import MemoryHost
 from tests.cli.running import SANDBOXCTL_COMMAND, Run, check_success
 from tests.support.certificates import create_certificate
+from tests.support.memory_gateway import ADMIN_KEY, READ_KEY, MemoryGateway
+from tests.support.memory_host import MemoryHost
 from tests.support.waiting import wait_until
 
 

@@ -13,10 +13,10 @@ import pytest
 from sandbox_gateway.cli.failure import ExitCode
 from sandbox_gateway.engine.transfer.interrupted import InterruptedImport
 from sandbox_gateway.records import Snapshot, SnapshotKind
-from tests.api.memory_gateway import ADMIN_KEY, MemoryGateway
-from tests.api.memory_host import MemorySource, MemoryTarget
 from tests.api.test_transfers import interrupt_import, make_foreign_file, record_skipped_sizes
 from tests.cli.running import SANDBOXCTL_COMMAND, Run, check_success
+from tests.support.memory_gateway import ADMIN_KEY, MemoryGateway
+from tests.support.memory_host import MemorySource, MemoryTarget
 
 
 @pytest.fixture

@@ -9,8 +9,8 @@ import pytest
 
 from sandbox_gateway.cli import formats
 from sandbox_gateway.cli.failure import Failure, create_failure_from_response
-from tests.api.memory_gateway import READ_KEY, MemoryGateway
 from tests.cli.running import Run, check_success
+from tests.support.memory_gateway import READ_KEY, MemoryGateway
 
 
 def test_a_volume_is_created_mounted_rolled_back_and_deleted(run: Run) -> None:

@@ -13,8 +13,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from tests.api.memory_gateway import MemoryGateway
-from tests.api.memory_host import AGENT_PORT, Machine, MemoryHost, _choose_next_address
+from tests.support.memory_gateway import MemoryGateway
+from tests.support.memory_host import AGENT_PORT, Machine, MemoryHost, _choose_next_address
 from tests.support.session import REPOSITORY
 
 GATEWAY_SOURCE = REPOSITORY / "gateway" / "src"

@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
-from tests.api.memory_gateway import MemoryGateway
 from tests.collection.runner import Target
 from tests.support.faulty_gateway import TEMPLATE, FaultyGateway, running_gateway
+from tests.support.memory_gateway import MemoryGateway
 from tests.support.samples import mark_slow_except
 
 

@@ -12,9 +12,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.api.memory_gateway import ADMIN_KEY, MemoryGateway
 from tests.support import session
 from tests.support.faulty_gateway import TEMPLATE, FaultyHost
+from tests.support.memory_gateway import ADMIN_KEY, MemoryGateway
 from tests.support.roles import make_environment
 
 _BIN_DIR = Path(sys.executable).parent

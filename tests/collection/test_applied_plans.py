@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 
 from sandbox_gateway.errors import Conflict
-from tests.api.memory_gateway import MemoryGateway
 from tests.collection.runner import HERE, Result, Target, Task, check_plan
 from tests.collection.test_plan_sessions import PLAY, make_task
 from tests.support import ansible_core_versions
+from tests.support.memory_gateway import MemoryGateway
 from tests.support.plan_files import sign
 from tests.support.samples import mark_slow_except
 

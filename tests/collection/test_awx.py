@@ -18,7 +18,6 @@ import httpx
 import pytest
 import yaml
 
-from tests.api.memory_gateway import ADMIN_KEY, MemoryGateway
 from tests.collection import agents, awx_collection, awx_survey
 from tests.collection.awx_server import ENCRYPTED_PLACEHOLDER, MODULES_BY_ENDPOINT, TOKEN, Awx, RefusedRequest, served
 from tests.collection.recipes import (
@@ -30,8 +29,8 @@ from tests.collection.recipes import (
     run_playbook,
 )
 from tests.freebsd_shim.harness import created_shim
-from tests.jail_zfs import pools
-from tests.support import session
+from tests.support import pools, session
+from tests.support.memory_gateway import ADMIN_KEY, MemoryGateway
 from tests.support.roles import make_environment, play
 
 PLAYBOOKS_DIRECTORY = session.REPOSITORY / "playbooks"

@@ -24,11 +24,11 @@ from unittest import mock
 import pytest
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from tests.api.memory_gateway import ADMIN_KEY, EXEC_KEY, READ_KEY, MemoryGateway
 from tests.collection import agents
 from tests.collection.runner import Target, find_ansible_playbook
 from tests.support import session
 from tests.support.gateway import Gateway
+from tests.support.memory_gateway import ADMIN_KEY, EXEC_KEY, READ_KEY, MemoryGateway
 
 LARGE_FILE_BYTES = 200 << 20
 PYTHON = "/usr/bin/python3"

@@ -12,11 +12,11 @@ from typing import Any
 
 import pytest
 
-from tests.api.memory_gateway import MemoryGateway
 from tests.collection import agents
 from tests.collection.runner import find_ansible_playbook
 from tests.support import session
 from tests.support.gateway import Gateway
+from tests.support.memory_gateway import MemoryGateway
 
 
 @pytest.fixture(scope="module")

@@ -18,7 +18,6 @@ from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
 from sandbox_gateway.engine.plans.sessions import PlanSessions
-from tests.api.memory_gateway import MemoryGateway
 from tests.collection.plan_comparison import Counts, PlanComparison, read_state
 from tests.collection.plays import (
     BY_ID,
@@ -32,6 +31,7 @@ from tests.collection.plays import (
     skip_first,
 )
 from tests.collection.runner import Result, Target, Task
+from tests.support.memory_gateway import MemoryGateway
 from tests.unit.plugins.test_whole_plays import BusyHost
 
 ENABLED_CALLBACKS = {"ANSIBLE_CALLBACKS_ENABLED": "record,grove.sandbox.plan"}

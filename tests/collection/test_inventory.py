@@ -13,10 +13,10 @@ from typing import Any
 import pytest
 import yaml
 
-from tests.api.memory_gateway import EXEC_KEY, READ_KEY, MemoryGateway
 from tests.collection import agents
 from tests.collection.runner import find_ansible_playbook
 from tests.support import session
+from tests.support.memory_gateway import EXEC_KEY, READ_KEY, MemoryGateway
 
 MALICIOUS_EXPRESSION = "{{ lookup('ansible.builtin.pipe', 'touch EVIL') }}"
 PYTHON = "/usr/bin/python3"

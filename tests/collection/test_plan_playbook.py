@@ -16,10 +16,10 @@ import pytest
 
 from sandbox_gateway.api.native import plans
 from sandbox_gateway.api.native.shapes import CaptureCostsShape
-from tests.api.memory_gateway import MemoryGateway
 from tests.collection.recipes import PlaybookRun, check_refusal, check_success, run_playbook
 from tests.collection.runner import Target, Task
 from tests.support import session
+from tests.support.memory_gateway import MemoryGateway
 
 PAGE_PATH = session.REPOSITORY / "docs" / "plans.md"
 WRITE_PAGE_COMMAND = "GROVE_WRITE_DOCS=1 ./dev test tests/collection/test_plan_playbook.py"

@@ -14,9 +14,9 @@ from ansible_collections.grove.sandbox.plugins.module_utils._run import PLAN_KEY
 from sandbox_gateway.engine.plans import sessions
 from sandbox_gateway.engine.plans.open_runs import OpenRuns
 from sandbox_gateway.errors import Forbidden, NotFound
-from tests.api.memory_gateway import ADMIN_KEY, READ_KEY, MemoryGateway
 from tests.collection.runner import Target, Task, check_plan
 from tests.support import ansible_core_versions
+from tests.support.memory_gateway import ADMIN_KEY, READ_KEY, MemoryGateway
 
 
 def make_task(module: str, **options: Any) -> Task:

@@ -12,11 +12,11 @@ from typing import Any
 import pytest
 
 from sandbox_gateway.errors import InUse
-from tests.api.memory_gateway import MemoryGateway
 from tests.collection import agents
 from tests.collection.recipes import PlaybookRunner, check_refusal, check_success
 from tests.collection.runner import Target
 from tests.support.gateway import Gateway
+from tests.support.memory_gateway import MemoryGateway
 from tests.support.waiting import wait_until
 
 

@@ -16,10 +16,10 @@ import yaml
 from sandbox_gateway.api.native import shapes
 from sandbox_gateway.engine.plans.sessions import PlanSessions
 from sandbox_gateway.errors import Busy, NotFound
-from tests.api.memory_gateway import ADMIN_KEY, EXEC_KEY, MemoryGateway
 from tests.collection import agents
 from tests.support import ansible_core_versions
 from tests.support.ansible_core_versions import NEWEST, RELEASES
+from tests.support.memory_gateway import ADMIN_KEY, EXEC_KEY, MemoryGateway
 from tests.support.samples import mark_slow_except
 
 Task = dict[str, Any]

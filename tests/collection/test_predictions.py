@@ -1,8 +1,8 @@
 """Test that predictions are exact, second runs change nothing, and diffs are readable, for all modules and options.
 
-The gateway and its engine are real, but the host is in memory (tests/api/memory_host.py), because predictions depend
-only on the engine. test_modules.py and test_volumes.py test the modules with real machines. docs/predictions.md shows
-the results; with ``GROVE_WRITE_DOCS=1``, the test writes that page.
+The gateway and its engine are real, but the host is in memory (tests/support/memory_host.py), because predictions
+depend only on the engine. test_modules.py and test_volumes.py test the modules with real machines. docs/predictions.md
+shows the results; with ``GROVE_WRITE_DOCS=1``, the test writes that page.
 """
 
 from __future__ import annotations
@@ -21,11 +21,10 @@ import pytest
 
 from sandbox_gateway.errors import InUseExternally
 from sandbox_gateway.records import VolumeSnapshot
-from tests.api import memory_host
-from tests.api.memory_gateway import MemoryGateway
 from tests.collection.predictions import CASES, RESOURCE_KINDS, Case, insert_prefix, make_task
 from tests.collection.runner import Result, Target, check_plan, check_prediction
-from tests.support import session
+from tests.support import memory_host, session
+from tests.support.memory_gateway import MemoryGateway
 from tests.support.session import REPOSITORY
 
 PAGE_PATH = REPOSITORY / "docs" / "predictions.md"

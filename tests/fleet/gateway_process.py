@@ -11,9 +11,9 @@ import sys
 import threading
 from pathlib import Path
 
-from tests.api.memory_gateway import MemoryGateway
-from tests.api.memory_host import MemoryHost
 from tests.fleet.times import PATIENT_TIMES, set_times
+from tests.support.memory_gateway import MemoryGateway
+from tests.support.memory_host import MemoryHost
 
 
 def main() -> None:

@@ -12,11 +12,11 @@ import httpx
 import pytest
 
 from sandbox_gateway.fleet.store import Store
-from tests.api.inside import PORT, make_port_headers, raw_service
-from tests.api.memory_gateway import ADMIN_KEY, READ_KEY
 from tests.fleet.test_forwarding import Objects, connect_to_peer_listener
 from tests.fleet.world import FleetHost, World
 from tests.security.hostile import LoopMonitor, make_chunked_response
+from tests.support.guest_services import PORT, make_port_headers, raw_service
+from tests.support.memory_gateway import ADMIN_KEY, READ_KEY
 from tests.support.waiting import wait_until
 
 Pair = tuple[FleetHost, FleetHost]

@@ -10,8 +10,8 @@ import pytest
 from sandbox_gateway.engine.transfer import transfers
 from sandbox_gateway.engine.transfer.transfers import Export
 from sandbox_gateway.errors import Conflict
-from tests.api.memory_gateway import EXEC_KEY
 from tests.fleet.world import FleetHost, World
+from tests.support.memory_gateway import EXEC_KEY
 from tests.support.waiting import wait_until
 
 

@@ -17,9 +17,9 @@ import pytest
 from sandbox_gateway.fleet import membership
 from sandbox_gateway.fleet.directory import Directory
 from sandbox_gateway.fleet.store import Store
-from tests.api.memory_gateway import ADMIN_KEY
 from tests.fleet.world import FleetHost, Held, World, running_process
 from tests.support.etcd import Etcd, running_etcd
+from tests.support.memory_gateway import ADMIN_KEY
 from tests.support.waiting import wait_until
 
 

@@ -20,11 +20,17 @@ from websockets.exceptions import ConnectionClosed
 
 from sandbox_gateway.api.fleet.routes import ROUTES, AllHolders, ByBody, ByObject
 from sandbox_gateway.fleet import peers
-from tests.api.inside import AGENT_PORT, PORT, make_port_headers, make_port_headers_with_host, make_port_host
-from tests.api.memory_gateway import ADMIN_KEY, EXEC_KEY, READ_KEY
 from tests.api.test_websocket import open_websocket, recording_service
 from tests.fleet.world import FleetHost, Held, World
 from tests.support.certificates import Authority
+from tests.support.guest_services import (
+    AGENT_PORT,
+    PORT,
+    make_port_headers,
+    make_port_headers_with_host,
+    make_port_host,
+)
+from tests.support.memory_gateway import ADMIN_KEY, EXEC_KEY, READ_KEY
 from tests.support.waiting import wait_until
 
 Pair = tuple[FleetHost, FleetHost]

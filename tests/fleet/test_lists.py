@@ -13,8 +13,8 @@ import pytest
 
 from sandbox_gateway.api.fleet import merging
 from sandbox_gateway.fleet.peers import Peers
-from tests.api.memory_gateway import READ_KEY
 from tests.fleet.world import FleetHost, World
+from tests.support.memory_gateway import READ_KEY
 from tests.support.waiting import wait_until
 
 

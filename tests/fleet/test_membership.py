@@ -18,9 +18,9 @@ from sandbox_gateway.engine.room import RoomReport
 from sandbox_gateway.fleet import membership
 from sandbox_gateway.fleet.store import Store
 from sandbox_gateway.server import serving
-from tests.api.memory_gateway import MemoryGateway
 from tests.fleet.world import FleetHost, World
 from tests.support.etcd import running_etcd
+from tests.support.memory_gateway import MemoryGateway
 from tests.support.session import REPOSITORY
 from tests.support.waiting import wait_until
 

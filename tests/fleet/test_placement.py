@@ -23,8 +23,8 @@ from sandbox_gateway.errors import Conflict, NoSpace
 from sandbox_gateway.fleet.placement import Candidate, Strategy, Wishes, place
 from sandbox_gateway.fleet.records import HostRecord, Load, MemberRecord
 from sandbox_gateway.fleet.store import Store
-from tests.api.memory_gateway import ADMIN_KEY, MemoryGateway
 from tests.fleet.world import FleetHost, Held, World, running_process
+from tests.support.memory_gateway import ADMIN_KEY, MemoryGateway
 from tests.support.waiting import wait_until
 
 _MACHINE = 64 << 20

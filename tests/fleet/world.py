@@ -17,11 +17,11 @@ import pytest
 
 from sandbox_gateway.fleet.directory import Directory
 from sandbox_gateway.hosts.base import Scan
-from tests.api.memory_gateway import MemoryGateway
-from tests.api.memory_host import MemoryHost
 from tests.support import session
 from tests.support.certificates import Authority, Certificate
 from tests.support.etcd import Etcd
+from tests.support.memory_gateway import MemoryGateway
+from tests.support.memory_host import MemoryHost
 from tests.support.waiting import wait_until
 
 SECRET = bytes(range(32))

@@ -8,8 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.freebsd_shim.harness import Shim, created_shim, is_supported
-from tests.jail_zfs import pools
-from tests.support import session
+from tests.support import pools, session
 
 
 @pytest.fixture

@@ -14,7 +14,7 @@ import pytest
 
 from tests.freebsd_shim.command_lines import COMMAND_LINES, ZFS_COMMANDS
 from tests.freebsd_shim.harness import Shim
-from tests.jail_zfs import pools
+from tests.support import pools
 
 _SCRIPT = Path(__file__).with_name("verify_on_freebsd.sh")
 

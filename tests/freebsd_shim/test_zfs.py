@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 
 from tests.freebsd_shim.harness import Shim
-from tests.jail_zfs import pools
+from tests.support import pools
 
 
 def destroy_dataset(dataset: str) -> None:

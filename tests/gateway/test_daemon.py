@@ -20,7 +20,7 @@ import pytest
 from sandbox_gateway.config import Config, Server
 from sandbox_gateway.errors import Invalid
 from sandbox_gateway.server import config_docs, serving
-from tests.api.memory_gateway import ADMIN_KEY, MemoryGateway
+from tests.support.memory_gateway import ADMIN_KEY, MemoryGateway
 
 DAEMON_COMMAND = [sys.executable, "-m", "sandbox_gateway.server.daemon"]
 DAEMON_SCRIPT = """
@@ -28,7 +28,7 @@ import asyncio, sys
 from pathlib import Path
 from sandbox_gateway.server import serving
 from sandbox_gateway.config import load
-from tests.api.memory_host import MemoryHost
+from tests.support.memory_host import MemoryHost
 serving.make_host = lambda config: MemoryHost()
 asyncio.run(serving.run(load(Path(sys.argv[1]))))
 """

@@ -21,7 +21,7 @@ import asyncio, signal, sys, time
 from pathlib import Path
 from sandbox_gateway.server import service_manager, serving
 from sandbox_gateway.config import load
-from tests.api.memory_host import MemoryHost
+from tests.support.memory_host import MemoryHost
 
 class SlowHost(MemoryHost):
     async def open(self):

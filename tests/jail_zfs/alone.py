@@ -23,7 +23,7 @@ import zfs_core
 from sandbox_gateway.errors import BackendFailed, GatewayError
 from sandbox_gateway.hosts.jail_zfs.storage.storage import ZfsStorage
 from sandbox_gateway.records import Sandbox, Snapshot
-from tests.jail_zfs import pools
+from tests.support import pools
 
 _POOL_NAME = "alone"
 

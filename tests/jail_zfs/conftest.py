@@ -9,8 +9,7 @@ from pathlib import Path
 import pytest
 
 from sandbox_gateway.hosts.jail_zfs.storage.storage import ZfsStorage
-from tests.jail_zfs import pools
-from tests.support import session
+from tests.support import pools, session
 from tests.support.jail_world import JailZfsWorld
 from tests.support.live import EngineRunner, engines
 

@@ -15,9 +15,8 @@ from typing import Any
 
 from sandbox_gateway.engine.spec import ForkSpec
 from sandbox_gateway.errors import BackendFailed
-from tests.jail_zfs import pools
 from tests.jail_zfs.alone import _POOL_NAME, _hide_daemon, _kill, _private_pool, _restart_daemon
-from tests.support import session
+from tests.support import pools, session
 from tests.support.jail_world import PF_RULES, JailZfsWorld, opened_world, run_shim
 from tests.support.live import EngineRunner
 from tests.support.worlds import TEMPLATE

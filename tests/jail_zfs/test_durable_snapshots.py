@@ -17,7 +17,7 @@ import zfs_core
 from sandbox_gateway.config import Config
 from sandbox_gateway.hosts.jail_zfs.storage.host_lock import OWNER_PROPERTY
 from sandbox_gateway.hosts.jail_zfs.storage.property_codec import QUARANTINE_PROPERTY, RECORD_PROPERTY
-from tests.jail_zfs import pools
+from tests.support import pools
 from tests.support.gateway import Gateway
 from tests.support.jail_world import JailZfsWorld, make_shim_environment
 from tests.support.worlds import TEMPLATE

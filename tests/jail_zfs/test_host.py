@@ -21,8 +21,7 @@ from sandbox_gateway.errors import BackendFailed, Busy, GatewayError, NoSpace, U
 from sandbox_gateway.hosts.jail_zfs.storage.property_codec import QUARANTINE_PROPERTY, RECORD_PROPERTY
 from sandbox_gateway.recipes import Recipe, Source
 from sandbox_gateway.records import Resources, SandboxState
-from tests.jail_zfs import pools
-from tests.support import session
+from tests.support import pools, session
 from tests.support.jail_world import JailZfsWorld, get_debian_tarball, run_shim
 from tests.support.live import EngineRunner
 from tests.support.waiting import wait_until

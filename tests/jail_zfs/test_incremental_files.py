@@ -21,7 +21,6 @@ from sandbox_gateway.errors import BackendFailed, GatewayError, InUse, Invalid, 
 from sandbox_gateway.hosts.base import ImportBase, StreamEncoding
 from sandbox_gateway.hosts.jail_zfs.storage.storage import ZfsStorage
 from sandbox_gateway.records import Snapshot, SnapshotKind
-from tests.jail_zfs import pools
 from tests.jail_zfs.snapshot_files import (
     export_snapshot,
     import_snapshot,
@@ -31,6 +30,7 @@ from tests.jail_zfs.snapshot_files import (
     read_manifest,
     read_stream,
 )
+from tests.support import pools
 from tests.support.live import EngineRunner
 from tests.support.worlds import TEMPLATE
 

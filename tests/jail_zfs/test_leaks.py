@@ -17,7 +17,7 @@ RUN_PROGRAM = """
 import os, signal, subprocess, sys
 from pathlib import Path
 from tests import leaks
-from tests.jail_zfs import pools
+from tests.support import pools
 from tests.support import jail_world, session
 from tests.support.xfs import LoopXfs
 

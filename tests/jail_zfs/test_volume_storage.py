@@ -18,7 +18,7 @@ from sandbox_gateway.hosts.jail_zfs.storage.dataset_tree import DatasetTree
 from sandbox_gateway.hosts.jail_zfs.storage.property_codec import DOOMED_PROPERTY, QUARANTINE_PROPERTY, RECORD_PROPERTY
 from sandbox_gateway.hosts.jail_zfs.storage.storage import ZfsStorage
 from sandbox_gateway.records import Sandbox, Snapshot, SnapshotKind, Volume, VolumeSnapshot
-from tests.jail_zfs import pools
+from tests.support import pools
 
 
 def list_volume_datasets(storage: ZfsStorage, types: str = "filesystem,snapshot") -> list[str]:

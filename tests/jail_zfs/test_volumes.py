@@ -20,7 +20,7 @@ from sandbox_gateway.hosts.jail_zfs.host import JailZfsHost
 from sandbox_gateway.hosts.jail_zfs.jail import mount_point
 from sandbox_gateway.hosts.jail_zfs.storage.property_codec import RECORD_PROPERTY
 from sandbox_gateway.records import Mount, Sandbox, SandboxState, Volume
-from tests.jail_zfs import pools
+from tests.support import pools
 from tests.support.jail_world import JailZfsWorld, run_shim
 from tests.support.live import EngineRunner
 from tests.support.waiting import wait_until

@@ -18,7 +18,7 @@ from zfs_core import run as zfs_run
 from zfs_core.causes import Cause
 from zfs_core.listing import COMPARISON_PREFIX
 
-from tests.jail_zfs import pools
+from tests.support import pools
 
 
 def _catch_error(function: Callable[..., object], *args: object) -> lzc_exc.ZFSError:

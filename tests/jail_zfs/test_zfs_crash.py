@@ -10,8 +10,7 @@ import pytest
 import zfs_core
 from zfs_core import process
 
-from tests.jail_zfs import pools
-from tests.support import session
+from tests.support import pools, session
 
 
 @pools.needs_zfs_fuse

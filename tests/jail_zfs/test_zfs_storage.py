@@ -18,8 +18,7 @@ from sandbox_gateway.hosts.jail_zfs.storage.property_codec import QUARANTINE_PRO
 from sandbox_gateway.hosts.jail_zfs.storage.storage import ZfsStorage
 from sandbox_gateway.hosts.jail_zfs.storage.zfs_errors import translate_errors
 from sandbox_gateway.records import Sandbox, Snapshot, SnapshotKind, new_id
-from tests.jail_zfs import pools
-from tests.support import session
+from tests.support import pools, session
 
 _DATASETS_OF_EMPTY_STORAGE = ["", "/ballast", "/retired", "/sandboxes", "/volumes"]
 

@@ -10,8 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.jail_zfs import pools
-from tests.support import jail_world, session
+from tests.support import jail_world, pools, session
 from tests.support.gateway import Gateway
 from tests.support.roles import make_environment
 

@@ -12,8 +12,7 @@ from typing import Any
 import pytest
 
 from tests.freebsd_shim.harness import Shim, created_shim
-from tests.jail_zfs import pools
-from tests.support import session
+from tests.support import pools, session
 from tests.support.roles import PlayResult, play
 
 

@@ -6,8 +6,8 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from tests.api.memory_gateway import MemoryGateway
 from tests.security.routes import Target, created_target
+from tests.support.memory_gateway import MemoryGateway
 
 
 @pytest.fixture(scope="module")

@@ -11,8 +11,8 @@ from typing import Any
 
 import httpx
 
-from tests.api import inside
-from tests.api.memory_gateway import MemoryGateway
+from tests.support import guest_services
+from tests.support.memory_gateway import MemoryGateway
 
 PROBE_TIMEOUT_SECONDS = 20
 """Maximum response time of `/health` on a busy machine."""
@@ -32,7 +32,7 @@ def create_sandbox(memory_gateway: MemoryGateway, name: str) -> dict[str, Any]:
 
 
 def make_response(body: bytes, status: str = "200 OK") -> bytes:
-    return inside.make_reply(status, body)
+    return guest_services.make_reply(status, body)
 
 
 def make_chunked_response(*chunks: bytes) -> bytes:
@@ -43,13 +43,15 @@ def make_chunked_response(*chunks: bytes) -> bytes:
 @contextlib.contextmanager
 def replaced_agent(
     memory_gateway: MemoryGateway, sandbox: dict[str, Any], *responses: bytes, **options: Any
-) -> Iterator[inside.RawService]:
+) -> Iterator[guest_services.RawService]:
     """Replace the sandbox's agent with a service that sends ``responses`` in order, then repeats the last one."""
-    with inside.raw_service(memory_gateway, sandbox, *responses, port=inside.AGENT_PORT, **options) as agent:
+    with guest_services.raw_service(
+        memory_gateway, sandbox, *responses, port=guest_services.AGENT_PORT, **options
+    ) as agent:
         yield agent
 
 
-def make_endless_sender(piece: bytes, limit: int = 256 << 20) -> tuple[inside.Handler, list[int]]:
+def make_endless_sender(piece: bytes, limit: int = 256 << 20) -> tuple[guest_services.Handler, list[int]]:
     """Return a handler that sends ``piece`` repeatedly, and a list whose only item is the number of bytes sent so far.
 
     The handler stops after ``limit`` bytes, which is far more than the gateway should read.

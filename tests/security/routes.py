@@ -21,8 +21,8 @@ from fastapi.routing import APIRoute
 
 from sandbox_gateway import api
 from sandbox_gateway.server.serving import build_openapi_document
-from tests.api.memory_gateway import MemoryGateway
-from tests.api.memory_host import Machine
+from tests.support.memory_gateway import MemoryGateway
+from tests.support.memory_host import Machine
 
 METHODS = ("GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS", "TRACE", "PROPFIND", "delete", "get")
 READ_METHODS = ("GET", "HEAD", "OPTIONS")

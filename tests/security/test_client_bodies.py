@@ -8,8 +8,8 @@ import threading
 from pathlib import Path
 
 from sandbox_gateway.api.access.limits import MAX_BODY_BYTES, MAX_HELD_BYTES
-from tests.api.memory_gateway import ADMIN_KEY
 from tests.support.daemon import Daemon
+from tests.support.memory_gateway import ADMIN_KEY
 from tests.support.waiting import wait_until
 
 CLIENT_COUNT = 80

@@ -18,7 +18,8 @@ from starlette.datastructures import Headers
 
 from sandbox_gateway.api.data_plane.proxy import AddressFormats
 from sandbox_gateway.errors import Invalid
-from tests.api.inside import (
+from tests.api.test_sandboxes import create_sandbox
+from tests.support.guest_services import (
     PORT,
     RawService,
     Service,
@@ -28,8 +29,7 @@ from tests.api.inside import (
     raw_service,
     read_response,
 )
-from tests.api.memory_gateway import EXEC_KEY, MemoryGateway
-from tests.api.test_sandboxes import create_sandbox
+from tests.support.memory_gateway import EXEC_KEY, MemoryGateway
 
 KEY = f"X-API-Key: {EXEC_KEY}"
 HOST_PORT = 47114

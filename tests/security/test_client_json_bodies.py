@@ -13,9 +13,9 @@ import pytest
 
 from sandbox_gateway.api.access.limits import MAX_BODY_BYTES
 from sandbox_gateway.server.serving import build_openapi_document
-from tests.api.inside import wait_until
-from tests.api.memory_gateway import ADMIN_KEY, EXEC_KEY
 from tests.security.routes import Target
+from tests.support.guest_services import wait_until
+from tests.support.memory_gateway import ADMIN_KEY, EXEC_KEY
 
 LARGE_BYTES, MEDIUM_BYTES = MAX_BODY_BYTES - 256, 64 << 10
 MAX_GROWTH_KIB = 256 << 10

@@ -12,7 +12,7 @@ import pytest
 
 from sandbox_gateway.api.native.requests import MAX_COMMAND_LENGTH, MAX_SETUP_BYTES, MAX_STORED_BYTES
 from sandbox_gateway.engine.plans import sessions
-from tests.api.memory_gateway import ADMIN_KEY, EXEC_KEY, OTHER_EXEC_KEY, READ_KEY, MemoryGateway
+from tests.support.memory_gateway import ADMIN_KEY, EXEC_KEY, OTHER_EXEC_KEY, READ_KEY, MemoryGateway
 
 MAX_REQUEST_COUNT = 1500
 SESSION_BYTES = 256 << 10

@@ -15,9 +15,9 @@ import httpx
 import pytest
 
 from sandbox_gateway.records import PLANNED_PREFIX
-from tests.api.inside import PORT, RawService, make_port_host, raw_connection, raw_service
-from tests.api.memory_gateway import ADMIN_KEY, EXEC_KEY, MemoryGateway
 from tests.api.test_sandboxes import create_sandbox
+from tests.support.guest_services import PORT, RawService, make_port_host, raw_connection, raw_service
+from tests.support.memory_gateway import ADMIN_KEY, EXEC_KEY, MemoryGateway
 
 FIRST_RESPONSE_TIMEOUT_SECONDS, NEXT_RESPONSE_TIMEOUT_SECONDS = 2, 0.25
 """Timeouts for the first response and for each later one. They are short, because some requests are incomplete."""

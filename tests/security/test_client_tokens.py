@@ -12,7 +12,8 @@ import pytest
 from e2b.sandbox.signature import get_signature
 
 from sandbox_gateway.api.access.ports import derive_port_token
-from tests.api.inside import (
+from tests.api.test_sandboxes import create_sandbox
+from tests.support.guest_services import (
     AGENT_PORT,
     PORT,
     RawService,
@@ -23,8 +24,7 @@ from tests.api.inside import (
     raw_service,
     read_response,
 )
-from tests.api.memory_gateway import EXEC_KEY, READ_KEY, MemoryGateway
-from tests.api.test_sandboxes import create_sandbox
+from tests.support.memory_gateway import EXEC_KEY, READ_KEY, MemoryGateway
 
 CODE_PORT = 49999
 PORTS = (AGENT_PORT, CODE_PORT, PORT)

@@ -17,11 +17,11 @@ from websockets.sync.client import ClientConnection, connect
 from websockets.uri import WebSocketURI
 
 from sandbox_gateway.api.data_plane.fragments import MAX_CONTROL_FRAMES, ClientFragmentProtocol, FragmentProtocol
-from tests.api.inside import PORT, Service, make_port_host, raw_service
-from tests.api.memory_gateway import ADMIN_KEY, MemoryGateway
 from tests.api.test_websocket import Handler, RecordingService, open_websocket
 from tests.security.hostile import LoopMonitor, make_endless_sender
 from tests.support.daemon import Daemon
+from tests.support.guest_services import PORT, Service, make_port_host, raw_service
+from tests.support.memory_gateway import ADMIN_KEY, MemoryGateway
 from tests.support.samples import mark_slow_except
 from tests.support.waiting import wait_until
 

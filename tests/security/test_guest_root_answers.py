@@ -22,8 +22,6 @@ from sandbox_gateway.engine.agent_client import AgentClient
 from sandbox_gateway.engine.builds import MAX_LINE_LENGTH, Build, LogWriter
 from sandbox_gateway.errors import Invalid, OutputLost
 from sandbox_gateway.hosts.rootfs_common import Tree
-from tests.api import inside, memory_host
-from tests.api.memory_gateway import MemoryGateway
 from tests.security.hostile import (
     MAX_BLOCKED_SECONDS,
     RESPONSE_HEAD,
@@ -34,6 +32,8 @@ from tests.security.hostile import (
     make_response,
     replaced_agent,
 )
+from tests.support import guest_services, memory_host
+from tests.support.memory_gateway import MemoryGateway
 from tests.support.samples import mark_slow_except
 from tests.support.waiting import wait_until
 
@@ -221,13 +221,15 @@ def test_memory_for_endless_service_responses_is_limited(
 
     def attack(statuses: list[int]) -> None:
         with memory_gateway.client() as client:
-            response = client.get("/", headers=inside.make_port_headers(sandbox, inside.PORT), timeout=100)
+            response = client.get(
+                "/", headers=guest_services.make_port_headers(sandbox, guest_services.PORT), timeout=100
+            )
             statuses.append(response.status_code)
 
     statuses: list[int] = []
     with (
         memory_gateway.client() as client,
-        inside.raw_service(memory_gateway, sandbox, status_line + piece, next_handler=flood),
+        guest_services.raw_service(memory_gateway, sandbox, status_line + piece, next_handler=flood),
     ):
         threads = [threading.Thread(target=attack, args=(statuses,)) for _ in range(10)]
         for thread in threads:
@@ -245,10 +247,12 @@ def test_an_interim_response_is_ignored(memory_gateway: MemoryGateway, sandbox: 
     early_hints = b"HTTP/1.1 103 Early Hints\r\nLink: x\r\n\r\n"
     with (
         memory_gateway.client() as client,
-        inside.raw_service(memory_gateway, sandbox, early_hints * 20 + inside.make_reply(body=b"x" * 300_000)),
+        guest_services.raw_service(
+            memory_gateway, sandbox, early_hints * 20 + guest_services.make_reply(body=b"x" * 300_000)
+        ),
     ):
         for _ in range(3):
-            response = client.get("/", headers=inside.make_port_headers(sandbox, inside.PORT))
+            response = client.get("/", headers=guest_services.make_port_headers(sandbox, guest_services.PORT))
             assert (response.status_code, len(response.content)) == (200, 300_000)
 
 

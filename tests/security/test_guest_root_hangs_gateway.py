@@ -23,7 +23,7 @@ import asyncio, re, signal, sys
 from pathlib import Path
 from sandbox_gateway.server import serving
 from sandbox_gateway.config import load
-from tests.api.memory_host import MemoryHost
+from tests.support.memory_host import MemoryHost
 
 def hang(*_):
     re.match("(x+)+y", "x" * 100)

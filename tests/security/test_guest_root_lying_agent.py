@@ -17,7 +17,9 @@ import httpx
 import pytest
 
 from sandbox_gateway.engine import commands
-from tests.api.inside import (
+from tests.api.test_memory import check_no_leaks
+from tests.api.test_sandboxes import create_sandbox
+from tests.support.guest_services import (
     AGENT_PORT,
     PORT,
     Handler,
@@ -29,9 +31,7 @@ from tests.api.inside import (
     raw_service,
     wait_until,
 )
-from tests.api.memory_gateway import EXEC_KEY, MemoryGateway
-from tests.api.test_memory import check_no_leaks
-from tests.api.test_sandboxes import create_sandbox
+from tests.support.memory_gateway import EXEC_KEY, MemoryGateway
 
 AGENT_REQUESTS = (
     ("POST", "/sandboxes/one/exec", {"args": ["true"]}),

@@ -19,9 +19,8 @@ import zfs_core
 from sandbox_gateway.hosts.jail_zfs.storage.property_codec import QUARANTINE_PROPERTY, RECORD_PROPERTY
 from sandbox_gateway.hosts.jail_zfs.storage.storage import ZfsStorage
 from sandbox_gateway.records import Sandbox, Snapshot, SnapshotKind
-from tests.jail_zfs import pools
 from tests.security.test_host_user_files import assert_host_user_cannot_run, find_readable_files
-from tests.support import session
+from tests.support import pools, session
 
 SECRET = "s3cret-value"
 ENV = {"API_KEY": SECRET}

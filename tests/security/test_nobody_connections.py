@@ -16,8 +16,8 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.api.memory_gateway import ADMIN_KEY
 from tests.support.daemon import Daemon
+from tests.support.memory_gateway import ADMIN_KEY
 from tests.support.samples import mark_slow_except
 from tests.support.waiting import wait_until
 

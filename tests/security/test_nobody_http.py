@@ -9,7 +9,6 @@ from urllib.parse import unquote
 import pytest
 
 from sandbox_gateway.api.access.auth import OPEN_PATHS
-from tests.api.memory_gateway import ADMIN_KEY, MemoryGateway
 from tests.security.hostile import LoopMonitor
 from tests.security.routes import (
     METHODS,
@@ -21,6 +20,7 @@ from tests.security.routes import (
     list_route_templates,
     list_routes,
 )
+from tests.support.memory_gateway import ADMIN_KEY, MemoryGateway
 from tests.support.samples import mark_slow_except
 
 INVALID_KEY_HEADERS: dict[str, dict[str, str]] = {

@@ -14,8 +14,6 @@ import pytest
 from sandbox_gateway.engine import sandboxes as engine_sandboxes
 from sandbox_gateway.engine.room import RoomMonitor
 from sandbox_gateway.records import Sandbox, Snapshot
-from tests.api.memory_gateway import READ_KEY, MemoryGateway
-from tests.api.memory_host import MemoryHost
 from tests.security.hostile import (
     check_loop_is_not_blocked,
     create_sandbox,
@@ -23,6 +21,8 @@ from tests.security.hostile import (
     make_response,
     replaced_agent,
 )
+from tests.support.memory_gateway import READ_KEY, MemoryGateway
+from tests.support.memory_host import MemoryHost
 from tests.support.waiting import wait_until
 
 _MAX_RESPONSE_SECONDS = 20

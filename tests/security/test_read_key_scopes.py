@@ -15,7 +15,6 @@ import pytest
 
 from sandbox_gateway.api.access.auth import OPEN_PATHS
 from sandbox_gateway.recipes import Recipe
-from tests.api.memory_gateway import ADMIN_KEY, EXEC_KEY, READ_KEY, MemoryGateway
 from tests.security.routes import (
     METHODS,
     OVERRIDE_HEADERS,
@@ -27,6 +26,7 @@ from tests.security.routes import (
     list_routes,
 )
 from tests.support.linux_images import refuse_images
+from tests.support.memory_gateway import ADMIN_KEY, EXEC_KEY, READ_KEY, MemoryGateway
 from tests.support.samples import mark_slow_except
 
 READ_HEADERS, EXEC_HEADERS = {"X-API-Key": READ_KEY}, {"X-API-Key": EXEC_KEY}

@@ -16,9 +16,9 @@ from typing import Any
 
 import pytest
 
-from tests.api.memory_gateway import EXEC_KEY
 from tests.support import ansible_core_versions
 from tests.support.liar import FakeGateway, make_facts_response, make_response
+from tests.support.memory_gateway import EXEC_KEY
 from tests.support.samples import mark_slow_except
 
 pytestmark = pytest.mark.parametrize(

@@ -13,8 +13,8 @@ from typing import Any
 
 import httpx
 
-from tests.api.memory_gateway import ADMIN_KEY
 from tests.support import session
+from tests.support.memory_gateway import ADMIN_KEY
 
 _REPOSITORY = Path(__file__).parents[2]
 _START_TIMEOUT_SECONDS = 60
@@ -23,7 +23,7 @@ import asyncio, resource, sys
 from pathlib import Path
 from sandbox_gateway.server import serving
 from sandbox_gateway.config import load
-from tests.api.memory_host import MemoryHost
+from tests.support.memory_host import MemoryHost
 if max_files := int(sys.argv[2]):
     resource.setrlimit(resource.RLIMIT_NOFILE, (max_files, max_files))
 serving.make_host = lambda config: MemoryHost()

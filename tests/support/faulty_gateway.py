@@ -1,7 +1,7 @@
 """A gateway that fails on request: the real API and engine with an in-memory host, behind a proxy.
 
 The proxy is an HTTP server that forwards requests, and can refuse, change, delay or drop them. The host's machines are
-the hosts of tests/api/memory_host.py, with a shell that supports the commands that the collection's tests run.
+the hosts of tests/support/memory_host.py, with a shell that supports the commands that the collection's tests run.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ from sandbox_gateway.hosts.base import Log
 from sandbox_gateway.image_references import RegistryLogin
 from sandbox_gateway.recipes import Recipe
 from sandbox_gateway.records import Sandbox, Snapshot
-from tests.api import memory_gateway
-from tests.api.memory_host import Machine, MemoryHost
+from tests.support import memory_gateway
+from tests.support.memory_host import Machine, MemoryHost
 
 TEMPLATE = "base"
 PAGE_SIZE = 3

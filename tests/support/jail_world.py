@@ -30,8 +30,7 @@ from sandbox_gateway.recipes import Recipe
 from sandbox_gateway.records import Resources, SandboxState, Snapshot
 from tests.freebsd_shim import command_lines
 from tests.freebsd_shim.harness import BIN_DIRECTORY
-from tests.jail_zfs import pools
-from tests.support import session
+from tests.support import pools, session
 from tests.support.live import EngineRunner
 from tests.support.worlds import TEMPLATE
 

@@ -13,7 +13,7 @@ from sandbox_gateway.engine.engine import Engine
 from sandbox_gateway.engine.spec import ForkSpec
 from sandbox_gateway.recipes import Recipe
 from sandbox_gateway.records import Sandbox
-from tests.api.memory_host import MemoryHost
+from tests.support.memory_host import MemoryHost
 
 _TIMEOUT_SECONDS = 10
 

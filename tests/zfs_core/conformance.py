@@ -113,7 +113,7 @@ def _run_with_private_daemon(argv: list[str]) -> int:
 
 @contextlib.contextmanager
 def _private_daemon() -> Iterator[None]:
-    from tests.jail_zfs import pools
+    from tests.support import pools
 
     for directory in ("/run/zfs", "/run/lock/zfs", "/var/lib/zfs"):
         Path(directory).mkdir(parents=True, exist_ok=True)

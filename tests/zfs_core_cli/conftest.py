@@ -13,8 +13,7 @@ from typing import Any
 import pytest
 from zfs_core.cli.build import build
 
-from tests.jail_zfs import pools
-from tests.support import session
+from tests.support import pools, session
 
 _dataset_numbers = itertools.count()
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from zfs_core.capabilities import detect_capabilities
 
-from tests.jail_zfs import pools
+from tests.support import pools
 
 Lzc = Callable[..., tuple[int, dict[str, Any]]]
 

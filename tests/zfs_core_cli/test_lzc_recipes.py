@@ -17,8 +17,7 @@ from typing import Any
 import pytest
 from zfs_core.capabilities import detect_capabilities
 
-from tests.jail_zfs import pools
-from tests.support import session
+from tests.support import pools, session
 from tests.support.roles import make_environment
 
 Lzc = Callable[..., tuple[int, dict[str, Any]]]

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from sandbox_gateway.records import Sandbox
-from tests.api.memory_host import MemoryHost
 from tests.support.memory_engine import Gate, create, opened_engine
+from tests.support.memory_host import MemoryHost
 
 
 class _Host(MemoryHost):

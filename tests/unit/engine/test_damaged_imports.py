@@ -12,8 +12,8 @@ from sandbox_gateway.engine.engine import Engine
 from sandbox_gateway.engine.transfer.container import MAGIC, VERSION
 from sandbox_gateway.engine.transfer.transfers import Export
 from sandbox_gateway.errors import GatewayError, Invalid, Unsupported
-from tests.api.memory_host import MemoryHost
 from tests.support.memory_engine import create, opened_engine
+from tests.support.memory_host import MemoryHost
 
 pytestmark = pytest.mark.anyio
 

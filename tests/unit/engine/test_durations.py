@@ -21,8 +21,8 @@ from sandbox_gateway.errors import GatewayError, NoSpace, NotFound
 from sandbox_gateway.hosts.base import Room
 from sandbox_gateway.recipes import Recipe
 from sandbox_gateway.records import NetworkPolicy, Resources, Snapshot
-from tests.api.memory_host import MemoryHost
 from tests.support.memory_engine import build, create, opened_engine, wait_until
+from tests.support.memory_host import MemoryHost
 
 pytestmark = pytest.mark.anyio
 

@@ -8,8 +8,8 @@ from pathlib import Path
 from sandbox_gateway.engine.spec import ForkSpec
 from sandbox_gateway.hosts.base import Scan
 from sandbox_gateway.records import Sandbox, SandboxState
-from tests.api.memory_host import MemoryHost
 from tests.support.memory_engine import create, opened_engine, wait_until
+from tests.support.memory_host import MemoryHost
 
 
 class _Host(MemoryHost):

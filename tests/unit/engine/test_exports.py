@@ -12,8 +12,8 @@ import pytest
 from sandbox_gateway.engine.engine import Engine
 from sandbox_gateway.engine.transfer.container import CHUNK_BYTES, Decoder
 from sandbox_gateway.hosts.base import SnapshotPart
-from tests.api.memory_host import MemoryHost, MemorySource
 from tests.support.memory_engine import build, create, opened_engine, wait_until
+from tests.support.memory_host import MemoryHost, MemorySource
 
 pytestmark = pytest.mark.anyio
 

@@ -10,8 +10,8 @@ import pytest
 from sandbox_gateway.engine.backoff import Backoff
 from sandbox_gateway.errors import InUse, NoSpace
 from sandbox_gateway.records import OnTimeout, Sandbox, SandboxState, Snapshot
-from tests.api.memory_host import MemoryHost
 from tests.support.memory_engine import create, opened_engine, wait_until
+from tests.support.memory_host import MemoryHost
 
 
 @pytest.fixture(autouse=True)

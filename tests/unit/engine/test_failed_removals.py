@@ -10,8 +10,8 @@ import pytest
 from sandbox_gateway.engine.spec import ForkSpec
 from sandbox_gateway.errors import BackendFailed, NoSpace, Timeout
 from sandbox_gateway.records import Sandbox, Snapshot
-from tests.api.memory_host import MemoryHost
 from tests.support.memory_engine import create, opened_engine
+from tests.support.memory_host import MemoryHost
 
 
 class _Host(MemoryHost):

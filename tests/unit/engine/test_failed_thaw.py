@@ -9,8 +9,8 @@ import pytest
 
 from sandbox_gateway.errors import BackendFailed
 from sandbox_gateway.records import Sandbox, Snapshot
-from tests.api.memory_host import Machine, MemoryHost
 from tests.support.memory_engine import create, opened_engine
+from tests.support.memory_host import Machine, MemoryHost
 
 
 class _ThawFailingMachine(Machine):

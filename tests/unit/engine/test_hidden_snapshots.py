@@ -11,8 +11,8 @@ from sandbox_gateway.engine.spec import ForkSpec, MountSpec
 from sandbox_gateway.errors import BackendFailed
 from sandbox_gateway.hosts.base import Abilities
 from sandbox_gateway.records import Snapshot
-from tests.api.memory_host import MemoryHost
 from tests.support.memory_engine import Gate, create, opened_engine
+from tests.support.memory_host import MemoryHost
 
 
 class _Host(MemoryHost):

@@ -11,8 +11,8 @@ from sandbox_gateway.engine.engine import Engine
 from sandbox_gateway.engine.spec import ForkSpec
 from sandbox_gateway.errors import GatewayError
 from sandbox_gateway.records import Sandbox
-from tests.api.memory_host import MemoryHost
 from tests.support.memory_engine import create, opened_engine
+from tests.support.memory_host import MemoryHost
 
 
 async def _run_operation(engine: Engine, verb: str) -> list[Sandbox | GatewayError]:

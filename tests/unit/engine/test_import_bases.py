@@ -11,8 +11,8 @@ from sandbox_gateway.engine.engine import Engine
 from sandbox_gateway.errors import Conflict
 from sandbox_gateway.hosts.base import ImportBase, SnapshotPart, SnapshotSource
 from sandbox_gateway.records import Snapshot
-from tests.api.memory_host import MemoryHost, MemoryTarget
 from tests.support.memory_engine import create, opened_engine
+from tests.support.memory_host import MemoryHost, MemoryTarget
 
 pytestmark = pytest.mark.anyio
 

@@ -16,9 +16,9 @@ from sandbox_gateway.engine.spec import ForkSpec, MountSpec
 from sandbox_gateway.errors import BackendFailed, InUse
 from sandbox_gateway.recipes import Recipe
 from sandbox_gateway.records import NetworkPolicy, Sandbox, SandboxState, Snapshot
-from tests.api.memory_host import MemoryHost
 from tests.support.live import EngineRunner
 from tests.support.memory_engine import Gate, wait_until
+from tests.support.memory_host import MemoryHost
 
 
 class FaultyHost(MemoryHost):

@@ -9,8 +9,8 @@ import pytest
 from sandbox_gateway.engine.spec import ForkSpec, MountSpec
 from sandbox_gateway.errors import BackendFailed, NoSpace
 from sandbox_gateway.records import Sandbox, SandboxState, Snapshot
-from tests.api.memory_host import MemoryHost
 from tests.support.memory_engine import create, opened_engine
+from tests.support.memory_host import MemoryHost
 
 
 class _Host(MemoryHost):

@@ -13,8 +13,8 @@ from sandbox_gateway.engine import loads
 from sandbox_gateway.errors import BackendFailed, NotFound
 from sandbox_gateway.hosts.base import Load
 from sandbox_gateway.records import Sandbox
-from tests.api.memory_host import MemoryHost
 from tests.support.memory_engine import create, opened_engine, wait_until
+from tests.support.memory_host import MemoryHost
 
 
 class _Host(MemoryHost):

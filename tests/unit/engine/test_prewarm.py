@@ -14,8 +14,8 @@ from sandbox_gateway.engine.spec import ForkSpec, MountSpec
 from sandbox_gateway.errors import Invalid, NoSpace, Unsupported
 from sandbox_gateway.hosts.base import Abilities, Room
 from sandbox_gateway.records import NetworkPolicy, Sandbox
-from tests.api.memory_host import MemoryHost
 from tests.support.memory_engine import create, opened_engine, wait_until
+from tests.support.memory_host import MemoryHost
 
 pytestmark = pytest.mark.anyio
 

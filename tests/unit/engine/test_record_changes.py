@@ -10,8 +10,8 @@ import pytest
 from sandbox_gateway.engine.record_changes import save_sandbox, save_snapshot
 from sandbox_gateway.errors import NotFound
 from sandbox_gateway.records import Sandbox, Snapshot
-from tests.api.memory_host import MemoryHost
 from tests.support.memory_engine import Gate, create, opened_engine
+from tests.support.memory_host import MemoryHost
 
 
 class _Host(MemoryHost):

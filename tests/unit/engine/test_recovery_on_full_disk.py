@@ -9,8 +9,8 @@ from sandbox_gateway.engine.engine import Engine
 from sandbox_gateway.errors import NoSpace
 from sandbox_gateway.hosts.base import Scan
 from sandbox_gateway.records import Sandbox, SandboxState, Snapshot, SnapshotKind
-from tests.api.memory_host import MemoryHost
 from tests.support.memory_engine import create, opened_engine, wait_until
+from tests.support.memory_host import MemoryHost
 
 
 class _Host(MemoryHost):

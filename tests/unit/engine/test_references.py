@@ -10,7 +10,7 @@ from sandbox_gateway.engine.in_use import create_in_use_error, external_users_na
 from sandbox_gateway.engine.references import References
 from sandbox_gateway.errors import InUse, InUseExternally
 from sandbox_gateway.records import Sandbox, Snapshot, SnapshotKind, Volume, VolumeSnapshot
-from tests.api.memory_host import MemoryHost
+from tests.support.memory_host import MemoryHost
 
 VOLUME = Volume(name="data")
 VOLUME_SNAPSHOT = VolumeSnapshot(name="monday", volume=VOLUME.id, size_mb=64)

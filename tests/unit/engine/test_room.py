@@ -18,8 +18,8 @@ from sandbox_gateway.engine.transfer import transfers
 from sandbox_gateway.errors import NoSpace
 from sandbox_gateway.hosts.base import MemoryDisk, Room, Usage, VolumeState
 from sandbox_gateway.records import Sandbox, Volume
-from tests.api.memory_host import MemoryHost
 from tests.support.memory_engine import create, opened_engine, wait_until
+from tests.support.memory_host import MemoryHost
 
 pytestmark = pytest.mark.anyio
 MIB = 1 << 20

@@ -11,8 +11,8 @@ import pytest
 from sandbox_gateway.engine import room
 from sandbox_gateway.errors import BackendFailed, Timeout
 from sandbox_gateway.hosts.base import Room
-from tests.api.memory_host import MemoryHost
 from tests.support.memory_engine import opened_engine
+from tests.support.memory_host import MemoryHost
 
 pytestmark = pytest.mark.anyio
 

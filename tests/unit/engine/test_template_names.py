@@ -12,8 +12,8 @@ from sandbox_gateway.engine.spec import ForkSpec
 from sandbox_gateway.errors import Invalid, NameTaken, NoSpace, NotFound
 from sandbox_gateway.recipes import Recipe
 from sandbox_gateway.records import Snapshot, SnapshotKind
-from tests.api.memory_host import MemoryHost
 from tests.support.memory_engine import build, create, opened_engine, wait_until
+from tests.support.memory_host import MemoryHost
 
 
 class _Host(MemoryHost):

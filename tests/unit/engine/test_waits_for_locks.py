@@ -12,8 +12,8 @@ import pytest
 
 from sandbox_gateway.errors import InUse, NotFound
 from sandbox_gateway.records import Sandbox, Snapshot
-from tests.api.memory_host import MemoryHost
 from tests.support.memory_engine import Gate, create, opened_engine, wait_until
+from tests.support.memory_host import MemoryHost
 
 
 async def test_a_rollback_that_waits_for_a_lock_keeps_its_snapshot(tmp_path: Path) -> None:

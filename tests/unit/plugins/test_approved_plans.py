@@ -29,8 +29,8 @@ from sandbox_gateway.hosts.base import Log
 from sandbox_gateway.image_references import RegistryLogin
 from sandbox_gateway.recipes import Recipe
 from sandbox_gateway.records import Snapshot
-from tests.api.memory_gateway import ADMIN_KEY, READ_KEY, MemoryGateway
-from tests.api.memory_host import DependentSnapshotsHost, MemoryHost
+from tests.support.memory_gateway import ADMIN_KEY, READ_KEY, MemoryGateway
+from tests.support.memory_host import DependentSnapshotsHost, MemoryHost
 from tests.unit.plugins.test_plans import RESOURCE_KINDS, run_task
 
 _runs = itertools.count()

@@ -15,7 +15,7 @@ from ansible_collections.grove.sandbox.plugins.plugin_utils import _check_run
 
 from sandbox_gateway.engine.plans.open_runs import OpenRuns
 from sandbox_gateway.engine.plans.sessions import PlanSession, PlanSessions
-from tests.api.memory_gateway import MemoryGateway
+from tests.support.memory_gateway import MemoryGateway
 
 MOUNT = {"name": "data", "path": "/srv/data", "readOnly": True}
 

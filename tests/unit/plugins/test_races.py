@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from ansible_collections.grove.sandbox.plugins.module_utils._client import Client
 
-from tests.api.memory_gateway import MemoryGateway
+from tests.support.memory_gateway import MemoryGateway
 from tests.unit.plugins.test_plans import run_task
 
 

@@ -23,8 +23,6 @@ from sandbox_gateway.hosts.base import Log, Room, Usage
 from sandbox_gateway.image_references import RegistryLogin
 from sandbox_gateway.recipes import Recipe
 from sandbox_gateway.records import Sandbox, Snapshot
-from tests.api.memory_gateway import MemoryGateway
-from tests.api.memory_host import MemoryHost
 from tests.collection.plays import (
     BY_ID,
     Node,
@@ -37,6 +35,8 @@ from tests.collection.plays import (
     read_play_count,
     run_task,
 )
+from tests.support.memory_gateway import MemoryGateway
+from tests.support.memory_host import MemoryHost
 
 tasks = make_tasks(with_templates=True, with_files=True)
 with_and_without_plan = pytest.mark.parametrize(

@@ -14,8 +14,8 @@ import httpx
 from sandbox_gateway.config import Config
 from sandbox_gateway.engine.engine import Engine
 from sandbox_gateway.server import serving
-from tests.api.memory_host import Machine, MemoryHost
 from tests.support import session
+from tests.support.memory_host import Machine, MemoryHost
 
 ADMIN_KEY, EXEC_KEY, READ_KEY = "admin-key-0123456789", "exec-key-0123456789", "read-key-0123456789"
 OTHER_EXEC_KEY = "other-exec-key-0123456789"

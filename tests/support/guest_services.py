@@ -11,8 +11,8 @@ import threading
 from collections.abc import Awaitable, Callable, Iterator
 from typing import Any
 
-from tests.api.memory_gateway import MemoryGateway
 from tests.support import waiting
+from tests.support.memory_gateway import MemoryGateway
 
 AGENT_PORT = 49983
 PORT = 3000
