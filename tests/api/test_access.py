@@ -20,7 +20,6 @@ from sandbox_gateway.api.access.ports import derive_port_token
 from sandbox_gateway.api.access.signed_urls import SignedUrl, SignerFinder, parse_signed_url, verify_signed_query
 from sandbox_gateway.engine.secret import Secret
 from sandbox_gateway.errors import Unauthorized
-from tests.api.test_sandboxes import create_sandbox
 from tests.support import memory_host
 from tests.support.guest_services import (
     AGENT_PORT,
@@ -31,7 +30,7 @@ from tests.support.guest_services import (
     raw_service,
     wait_until,
 )
-from tests.support.memory_gateway import ADMIN_KEY, READ_KEY, MemoryGateway
+from tests.support.memory_gateway import ADMIN_KEY, READ_KEY, MemoryGateway, create_sandbox
 
 TOKEN = "5" * 64
 NOW = 1_800_000_000

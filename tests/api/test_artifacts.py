@@ -20,43 +20,13 @@ from sandbox_gateway.engine.transfer import artifact_format, registry_client
 from sandbox_gateway.engine.transfer.manifest import parse_manifest
 from sandbox_gateway.engine.transfer.signing import Signer
 from sandbox_gateway.hosts.base import Room, SnapshotPart
-from tests.support import session
-from tests.support.images import PASSWORD, USER, running_registry, write_auth_file
+from tests.support.artifact_registry import Registry, get_signer, read, running_gateway, take, wait_for, write
+from tests.support.images import PASSWORD, USER, write_auth_file
 from tests.support.memory_gateway import ADMIN_KEY, EXEC_KEY, READ_KEY, MemoryGateway
 from tests.support.waiting import wait_until
-from tests.unit.engine.test_snapshot_files import make_manifest_fields
+from tests.unit.engine.snapshot_file_samples import make_manifest_fields
 
 MIB = 1 << 20
-
-
-class Registry:
-    """A registry process, which can be killed and started again with the same contents."""
-
-    def __init__(self, directory: Path, **options: Any) -> None:
-        self.directory = directory
-        self.port = session.allocate_port()
-        self.address = f"127.0.0.1:{self.port}"
-        self._options = options
-        self._stack = contextlib.ExitStack()
-
-    def start(self) -> None:
-        self._stack.enter_context(running_registry(self.directory, port=self.port, **self._options))
-
-    def kill(self) -> None:
-        """End the process with SIGKILL."""
-        self._stack.close()
-
-    def list_blobs(self) -> dict[str, Path]:
-        """Return the files of the stored blobs, by digest."""
-        root = self.directory / "storage/docker/registry/v2/blobs/sha256"
-        return {f"sha256:{path.parent.name}": path for path in root.glob("*/*/data")}
-
-    def read_manifest(self, reference: str) -> dict[str, Any]:
-        repository, _, tag = reference.removeprefix(f"{self.address}/").partition(":")
-        headers = {"Accept": "application/vnd.oci.image.manifest.v1+json"}
-        response = httpx.get(f"http://{self.address}/v2/{repository}/manifests/{tag}", headers=headers)
-        manifest: dict[str, Any] = response.raise_for_status().json()
-        return manifest
 
 
 @pytest.fixture(scope="module")
@@ -74,21 +44,6 @@ def own_registry(tmp_path: Path) -> Iterator[Registry]:
     registry.start()
     yield registry
     registry.kill()
-
-
-@contextlib.contextmanager
-def running_gateway(root: Path, registry: Registry, **settings: Any) -> Iterator[MemoryGateway]:
-    root.mkdir(exist_ok=True)
-    section = {"allowed": [registry.address], "plain_http": [registry.address], **settings}
-    gateway = MemoryGateway(root, registry=section)
-    try:
-        gateway.build_template("base")
-        yield gateway
-    finally:
-        gateway.end()
-    assert gateway.host.partial_imports == set() and gateway.engine.transfers._active_count == 0
-    assert all(source.is_closed for source in gateway.host.sources)
-    assert list((root / "pulled-blobs").glob(".*")) == []
 
 
 @pytest.fixture(scope="module")
@@ -124,40 +79,14 @@ def reference(shared_registry: Registry) -> str:
     return f"{shared_registry.address}/team/env-{random.randrange(1 << 40)}:before"
 
 
-def write(client: httpx.Client, key: str, value: str, sandbox: str = "source") -> None:
-    client.post(f"/sandboxes/{sandbox}/exec", json={"args": ["write", key, value]}).raise_for_status()
-
-
 def fill(gateway: MemoryGateway, count: int, first_seed: int = 0) -> None:
     """Write ``count`` values of 1 MiB to the sandbox `source`."""
     gateway.machine("source").state.update({f"{number}": make_text(first_seed + number) for number in range(count)})
 
 
-def read(client: httpx.Client, key: str, sandbox: str) -> str:
-    output: str = client.post(f"/sandboxes/{sandbox}/exec", json={"args": ["read", key]}).json()["stdout"]
-    return output
-
-
-def take(client: httpx.Client, name: str = "taken") -> dict[str, Any]:
-    snapshot: dict[str, Any] = client.post("/sandboxes/source/snapshots", json={"name": name}).raise_for_status().json()
-    return snapshot
-
-
 def make_text(seed: int, size: int = MIB) -> str:
     """Return text that hardly can be compressed to less than three quarters of its size."""
     return random.Random(seed).randbytes(size * 3 // 4 // 3 * 3).hex()[:size]
-
-
-def wait_for(client: httpx.Client, response: httpx.Response) -> dict[str, Any]:
-    """Wait until a transfer has finished, and return it."""
-    assert response.status_code == 202, response.text
-    transfer: dict[str, Any] = response.json()
-    deadline = time.monotonic() + 60
-    while transfer["status"] == "running":
-        assert time.monotonic() < deadline, transfer
-        time.sleep(0.02)
-        transfer = client.get(f"/transfers/{transfer['transferID']}").raise_for_status().json()
-    return transfer
 
 
 def push(client: httpx.Client, ref: str, reference: str, **fields: Any) -> dict[str, Any]:
@@ -170,11 +99,6 @@ def pull(client: httpx.Client, reference: str, kind: str = "snapshots", **fields
     transfer = wait_for(client, client.post(f"/{kind}/pull", json={"reference": reference, **fields}))
     assert transfer["status"] == "ready", transfer
     return transfer
-
-
-def get_signer(client: httpx.Client) -> str:
-    signer: str = client.get("/signer").json()["fingerprint"]
-    return signer
 
 
 def test_a_pulled_snapshot_is_forked_after_the_original_is_gone(first: httpx.Client, reference: str) -> None:

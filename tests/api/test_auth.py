@@ -9,8 +9,7 @@ import pytest
 
 from sandbox_gateway.api.access.auth import Keys, Permission, determine_required_permission
 from sandbox_gateway.errors import Invalid
-from tests.api.test_sandboxes import create_sandbox
-from tests.support.memory_gateway import ADMIN_KEY, EXEC_KEY, READ_KEY, MemoryGateway
+from tests.support.memory_gateway import ADMIN_KEY, EXEC_KEY, READ_KEY, MemoryGateway, create_sandbox
 
 KEY = "0123456789abcdef"
 

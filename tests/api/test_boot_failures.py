@@ -13,8 +13,7 @@ from ansible_collections.grove.sandbox.plugins.module_utils._run import run
 
 from sandbox_gateway.cli.failure import create_failure_from_response
 from sandbox_gateway.engine.boot_failure import MAX_LINE_LENGTH, MAX_LINES, extract_last_lines
-from tests.api.test_sandboxes import create_sandbox
-from tests.support.memory_gateway import MemoryGateway
+from tests.support.memory_gateway import MemoryGateway, create_sandbox
 
 CONSOLE = "Loading\r\n\x1b[31m[    1.1] EXT4-fs error\x1b[0m\r\n\r\nKernel panic: no init found\r\n"
 CONSOLE_LINES = ["Loading", "[    1.1] EXT4-fs error", "Kernel panic: no init found"]

@@ -10,8 +10,7 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.api.test_sandboxes import create_sandbox
-from tests.support.memory_gateway import MemoryGateway
+from tests.support.memory_gateway import MemoryGateway, create_sandbox
 
 
 def collect_events(

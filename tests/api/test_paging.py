@@ -7,7 +7,7 @@ import base64
 import httpx
 import pytest
 
-from tests.api.test_sandboxes import create_sandbox
+from tests.support.memory_gateway import create_sandbox
 
 
 def walk_pages(api: httpx.Client, route: str, key: str, **params: str | int) -> list[list[str]]:

@@ -17,7 +17,6 @@ import httpx
 import pytest
 
 from sandbox_gateway.api.data_plane import pools, proxy
-from tests.api.test_sandboxes import create_sandbox
 from tests.support.guest_services import (
     AGENT_PORT,
     PORT,
@@ -33,7 +32,7 @@ from tests.support.guest_services import (
     read_response,
     wait_until,
 )
-from tests.support.memory_gateway import ADMIN_KEY, EXEC_KEY, READ_KEY, MemoryGateway
+from tests.support.memory_gateway import ADMIN_KEY, EXEC_KEY, READ_KEY, MemoryGateway, create_sandbox
 
 
 @pytest.mark.parametrize("make_headers", [make_port_headers, make_port_headers_with_host])

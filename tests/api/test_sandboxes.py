@@ -14,21 +14,7 @@ from e2b.api.client.models import SandboxMetric
 
 from sandbox_gateway.api.native.shapes import ENVD_VERSION
 from tests.support.guest_services import wait_until
-from tests.support.memory_gateway import READ_KEY, MemoryGateway
-
-
-def create_sandbox(api: httpx.Client, **body: Any) -> dict[str, Any]:
-    response = api.post("/sandboxes", json={"templateID": "base", **body})
-    assert response.status_code == 201, response.text
-    sandbox: dict[str, Any] = response.json()
-    return sandbox
-
-
-def run_command(api: httpx.Client, ref: str, *args: str, **options: Any) -> dict[str, Any]:
-    response = api.post(f"/sandboxes/{ref}/exec", json={"args": args, **options})
-    assert response.status_code == 200, response.text
-    result: dict[str, Any] = response.json()
-    return result
+from tests.support.memory_gateway import READ_KEY, MemoryGateway, create_sandbox, run_command
 
 
 def test_create_returns_the_fields_of_all_dialects(api: httpx.Client) -> None:

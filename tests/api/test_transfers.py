@@ -29,7 +29,7 @@ from tests.api.test_errors import check_refusal
 from tests.support.memory_gateway import ADMIN_KEY, EXEC_KEY, READ_KEY, MemoryGateway
 from tests.support.memory_host import MemoryHost, MemorySource, MemoryTarget
 from tests.support.waiting import wait_until
-from tests.unit.engine.test_snapshot_files import CHUNKS, FILE, make_manifest_fields
+from tests.unit.engine.snapshot_file_samples import CHUNKS, FILE, make_manifest_fields
 
 
 @pytest.fixture

@@ -7,8 +7,7 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.api.test_sandboxes import create_sandbox, run_command
-from tests.support.memory_gateway import ADMIN_KEY, EXEC_KEY, READ_KEY, MemoryGateway
+from tests.support.memory_gateway import ADMIN_KEY, EXEC_KEY, READ_KEY, MemoryGateway, create_sandbox, run_command
 
 e2b = pytest.importorskip("e2b", reason="needs the e2b client: pip install e2b==2.63.0")
 DATA_MOUNT = {"name": "data", "path": "/srv/data", "readOnly": False}

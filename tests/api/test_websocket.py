@@ -16,7 +16,6 @@ from websockets.exceptions import ConnectionClosed, ConnectionClosedError, Inval
 from websockets.sync.client import ClientConnection, connect
 
 from sandbox_gateway.api.data_plane import websocket
-from tests.api.test_sandboxes import create_sandbox
 from tests.support.guest_services import (
     PORT,
     Service,
@@ -30,7 +29,7 @@ from tests.support.guest_services import (
     read_response,
     wait_until,
 )
-from tests.support.memory_gateway import EXEC_KEY, READ_KEY, MemoryGateway
+from tests.support.memory_gateway import EXEC_KEY, READ_KEY, MemoryGateway, create_sandbox
 
 KEY_HEADERS = {"X-API-Key": EXEC_KEY}
 NONCE = "A" * 22 + "=="

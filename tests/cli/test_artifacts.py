@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.api.test_artifacts import Registry, running_gateway
 from tests.cli.running import Run, check_success
+from tests.support.artifact_registry import Registry, running_gateway
 from tests.support.images import PASSWORD, USER, write_auth_file
 from tests.support.memory_gateway import MemoryGateway
 

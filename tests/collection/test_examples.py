@@ -15,9 +15,9 @@ from typing import Any
 import pytest
 import yaml
 
-from tests.api import test_artifacts
-from tests.api.test_artifacts import Registry
 from tests.collection.runner import Target, Task
+from tests.support import artifact_registry
+from tests.support.artifact_registry import Registry
 from tests.support.faulty_gateway import TEMPLATE, running_gateway
 from tests.support.session import REPOSITORY
 
@@ -80,7 +80,7 @@ def registry(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Registry]:
 @pytest.fixture
 def snapshot_target(registry: Registry, tmp_path: Path) -> Iterator[Target]:
     """The target that uses a gateway with a registry. It also accepts files."""
-    with test_artifacts.running_gateway(tmp_path / "gateway", registry) as gateway:
+    with artifact_registry.running_gateway(tmp_path / "gateway", registry) as gateway:
         yield Target(gateway.unix_url, tmp_path)
 
 

@@ -12,8 +12,7 @@ import httpx
 import pytest
 
 from sandbox_gateway.fleet.store import Store
-from tests.fleet.test_forwarding import Objects, connect_to_peer_listener
-from tests.fleet.world import FleetHost, World
+from tests.fleet.world import FleetHost, Objects, World, connect_to_peer_listener
 from tests.security.hostile import LoopMonitor, make_chunked_response
 from tests.support.guest_services import PORT, make_port_headers, raw_service
 from tests.support.memory_gateway import ADMIN_KEY, READ_KEY

@@ -13,10 +13,9 @@ from ansible_collections.grove.sandbox.plugins.module_utils._shapes import HOST_
 from ansible_collections.grove.sandbox.plugins.plugin_utils import _inventory
 from ansible_collections.grove.sandbox.plugins.plugin_utils._gateways import Gateway
 
-from tests.api.test_artifact_modules import run_task
 from tests.cli.running import Outcome, Run, run_sandboxctl
-from tests.fleet.test_forwarding import Objects
-from tests.fleet.world import FleetHost
+from tests.collection.test_artifact_modules import run_task
+from tests.fleet.world import FleetHost, Objects
 from tests.support.memory_gateway import MemoryGateway
 
 Pair = tuple[FleetHost, FleetHost]

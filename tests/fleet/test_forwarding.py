@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import base64
 import hashlib
-import itertools
 import re
 import socket
 import ssl
@@ -21,7 +20,7 @@ from websockets.exceptions import ConnectionClosed
 from sandbox_gateway.api.fleet.routes import ROUTES, AllHolders, ByBody, ByObject
 from sandbox_gateway.fleet import peers
 from tests.api.test_websocket import open_websocket, recording_service
-from tests.fleet.world import FleetHost, Held, World
+from tests.fleet.world import FleetHost, Held, Objects, World, connect_to_peer_listener
 from tests.support.certificates import Authority
 from tests.support.guest_services import (
     AGENT_PORT,
@@ -34,20 +33,7 @@ from tests.support.memory_gateway import ADMIN_KEY, EXEC_KEY, READ_KEY
 from tests.support.waiting import wait_until
 
 Pair = tuple[FleetHost, FleetHost]
-_numbers = itertools.count()
 
-_BODIES: dict[tuple[str, str], dict[str, Any]] = {
-    ("PATCH", "/sandboxes/{ref}"): {"metadata": {"a": "b"}},
-    ("POST", "/sandboxes/{ref}/timeout"): {"timeout": 60},
-    ("PUT", "/sandboxes/{ref}/network"): {"allowInternetAccess": False},
-    ("POST", "/sandboxes/{ref}/exec"): {"args": ["write", "a", "b"]},
-    ("POST", "/sandboxes/{ref}/clone"): {"count": 2},
-    ("POST", "/v1/sandboxes/{ref}/exec"): {"args": ["write", "a", "b"]},
-    ("POST", "/v1/sandboxes/{ref}/eval"): {"code": "1 + 1"},
-    ("POST", "/snapshots/{ref}/prewarm"): {"count": 0},
-    ("PATCH", "/volumes/{ref}"): {"sizeMB": 2048},
-    ("POST", "/volumes/{ref}/rollback"): {"snapshot": "mark", "force": True},
-}
 _REFUSED = {
     ("POST", "/sandboxes/{ref}/resume"),
     ("POST", "/sandboxes/{ref}/promote"),
@@ -55,56 +41,6 @@ _REFUSED = {
     ("POST", "/v2/templates/{ref}/builds/{build}"),
 }
 """Routes that the object's own gateway refuses for these objects."""
-
-
-class Objects:
-    """One object of each kind on a host, with names that end in the same number."""
-
-    def __init__(self, host: FleetHost, *, with_template: bool = False) -> None:
-        number = next(_numbers)
-        self.names = {kind: f"{kind}-{number}" for kind in ("sandbox", "snapshot", "template", "volume")}
-        host.post("/volumes", {"name": self.names["volume"]})
-        host.post(f"/volumes/{self.names['volume']}/snapshots", {"name": "mark"})
-        mounts = [{"name": self.names["volume"], "path": "/data"}]
-        body = {"templateID": "base", "name": self.names["sandbox"], "volumeMounts": mounts}
-        self.sandbox = host.post("/sandboxes", body)
-        host.post(f"/sandboxes/{self.names['sandbox']}/snapshots", {"name": self.names["snapshot"]})
-        self.build_id = ""
-        if with_template:
-            self._build_template(host, number)
-
-    def _build_template(self, host: FleetHost, number: int) -> None:
-        build = host.post("/templates", {"name": self.names["template"], "description": str(number)}, 202)
-        self.build_id = build["buildID"]
-        template = f"/templates/{self.names['template']}"
-        wait_until(lambda: host.get(f"{template}/builds/{self.build_id}/status")["status"] == "ready")
-
-    def fill(self, kind: str, path: str) -> str:
-        names = {"ref": self.names[kind], "volume": self.names["volume"], "snapshot": "mark", "build": self.build_id}
-        names["digest"] = "0" * 64
-        return re.sub(r"{(\w+)}", lambda match: names[match[1]], path)
-
-    def make_body(self, route: tuple[str, str]) -> dict[str, Any]:
-        _, path = route
-        if route == ("POST", "/templates/tags"):
-            return {"target": self.names["template"], "tags": ["tag"]}
-        if route == ("DELETE", "/templates/tags"):
-            return {"name": self.names["template"], "tags": ["tag"]}
-        if route == ("PUT", "/templates/{ref}/alias"):
-            return {"alias": f"alias-{self.names['template']}"}
-        if route == ("POST", "/v1/snapshots/{ref}/compact"):
-            return {"to": f"flat-{self.names['snapshot']}"}
-        if route == ("POST", "/sandboxes/{ref}/rollback"):
-            return {"snapshotID": self.names["snapshot"]}
-        if route == ("POST", "/sandboxes/{ref}/volumes"):
-            return {"name": self.names["volume"], "path": "/more"}
-        if path.endswith("/push"):
-            return {"reference": f"127.0.0.1:1/env:{self.names['snapshot']}"}
-        if route == ("POST", "/templates"):
-            return {"name": f"child-{self.names['template']}", "template": self.names["template"]}
-        if route == ("POST", "/volumes"):
-            return {"fromSnapshot": f"{self.names['volume']}@mark"}
-        return _BODIES.get(route, {})
 
 
 @pytest.mark.parametrize(
@@ -189,15 +125,6 @@ def test_a_client_cannot_claim_an_identity(pair: Pair) -> None:
         with host.client(READ_KEY) as client:
             assert client.delete(f"/sandboxes/{objects.names['sandbox']}", headers=headers).status_code == 403
     assert one.get(f"/sandboxes/{objects.names['sandbox']}")
-
-
-def connect_to_peer_listener(host: FleetHost, context: ssl.SSLContext, request: bytes) -> bytes:
-    with (
-        socket.create_connection(("127.0.0.1", host.port), timeout=10) as plain,
-        context.wrap_socket(plain, server_hostname="127.0.0.1") as connection,
-    ):
-        connection.sendall(request)
-        return connection.recv(4096)
 
 
 def test_only_gateways_of_the_fleet_reach_the_listener_for_gateways(pair: Pair, tmp_path_factory: Any) -> None:

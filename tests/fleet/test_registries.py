@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 from ansible_collections.grove.sandbox.plugins.module_utils import _fork, _sandbox, _snapshot
 
-from tests.api.test_artifact_modules import changed, run_task, run_thrice
-from tests.api.test_artifacts import Registry, take, wait_for
+from tests.collection.test_artifact_modules import changed, run_task, run_thrice
 from tests.fleet.world import FleetHost, World, created_world
+from tests.support.artifact_registry import Registry, take, wait_for
 from tests.support.certificates import Authority
 from tests.support.etcd import running_etcd
 from tests.support.waiting import wait_until

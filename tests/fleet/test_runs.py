@@ -19,9 +19,8 @@ from sandbox_gateway.api.fleet.runs import FleetRuns
 from sandbox_gateway.engine.plans.open_runs import OpenRuns
 from sandbox_gateway.engine.plans.runs import AppliedRun, AppliedRuns
 from sandbox_gateway.engine.plans.sessions import PlanSessions
-from tests.api.test_artifact_modules import run_task
-from tests.fleet.test_forwarding import Objects
-from tests.fleet.world import FleetHost, World
+from tests.collection.test_artifact_modules import run_task
+from tests.fleet.world import FleetHost, Objects, World
 from tests.support.memory_gateway import READ_KEY
 from tests.support.waiting import wait_until
 

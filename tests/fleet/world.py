@@ -4,7 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import json
+import re
+import socket
+import ssl
 import subprocess
 import sys
 import threading
@@ -222,3 +226,79 @@ def running_process(
             yield process, int(process.stdout.readline())
         finally:
             process.kill()
+
+
+_numbers = itertools.count()
+
+
+_BODIES: dict[tuple[str, str], dict[str, Any]] = {
+    ("PATCH", "/sandboxes/{ref}"): {"metadata": {"a": "b"}},
+    ("POST", "/sandboxes/{ref}/timeout"): {"timeout": 60},
+    ("PUT", "/sandboxes/{ref}/network"): {"allowInternetAccess": False},
+    ("POST", "/sandboxes/{ref}/exec"): {"args": ["write", "a", "b"]},
+    ("POST", "/sandboxes/{ref}/clone"): {"count": 2},
+    ("POST", "/v1/sandboxes/{ref}/exec"): {"args": ["write", "a", "b"]},
+    ("POST", "/v1/sandboxes/{ref}/eval"): {"code": "1 + 1"},
+    ("POST", "/snapshots/{ref}/prewarm"): {"count": 0},
+    ("PATCH", "/volumes/{ref}"): {"sizeMB": 2048},
+    ("POST", "/volumes/{ref}/rollback"): {"snapshot": "mark", "force": True},
+}
+
+
+class Objects:
+    """One object of each kind on a host, with names that end in the same number."""
+
+    def __init__(self, host: FleetHost, *, with_template: bool = False) -> None:
+        number = next(_numbers)
+        self.names = {kind: f"{kind}-{number}" for kind in ("sandbox", "snapshot", "template", "volume")}
+        host.post("/volumes", {"name": self.names["volume"]})
+        host.post(f"/volumes/{self.names['volume']}/snapshots", {"name": "mark"})
+        mounts = [{"name": self.names["volume"], "path": "/data"}]
+        body = {"templateID": "base", "name": self.names["sandbox"], "volumeMounts": mounts}
+        self.sandbox = host.post("/sandboxes", body)
+        host.post(f"/sandboxes/{self.names['sandbox']}/snapshots", {"name": self.names["snapshot"]})
+        self.build_id = ""
+        if with_template:
+            self._build_template(host, number)
+
+    def _build_template(self, host: FleetHost, number: int) -> None:
+        build = host.post("/templates", {"name": self.names["template"], "description": str(number)}, 202)
+        self.build_id = build["buildID"]
+        template = f"/templates/{self.names['template']}"
+        wait_until(lambda: host.get(f"{template}/builds/{self.build_id}/status")["status"] == "ready")
+
+    def fill(self, kind: str, path: str) -> str:
+        names = {"ref": self.names[kind], "volume": self.names["volume"], "snapshot": "mark", "build": self.build_id}
+        names["digest"] = "0" * 64
+        return re.sub(r"{(\w+)}", lambda match: names[match[1]], path)
+
+    def make_body(self, route: tuple[str, str]) -> dict[str, Any]:
+        _, path = route
+        if route == ("POST", "/templates/tags"):
+            return {"target": self.names["template"], "tags": ["tag"]}
+        if route == ("DELETE", "/templates/tags"):
+            return {"name": self.names["template"], "tags": ["tag"]}
+        if route == ("PUT", "/templates/{ref}/alias"):
+            return {"alias": f"alias-{self.names['template']}"}
+        if route == ("POST", "/v1/snapshots/{ref}/compact"):
+            return {"to": f"flat-{self.names['snapshot']}"}
+        if route == ("POST", "/sandboxes/{ref}/rollback"):
+            return {"snapshotID": self.names["snapshot"]}
+        if route == ("POST", "/sandboxes/{ref}/volumes"):
+            return {"name": self.names["volume"], "path": "/more"}
+        if path.endswith("/push"):
+            return {"reference": f"127.0.0.1:1/env:{self.names['snapshot']}"}
+        if route == ("POST", "/templates"):
+            return {"name": f"child-{self.names['template']}", "template": self.names["template"]}
+        if route == ("POST", "/volumes"):
+            return {"fromSnapshot": f"{self.names['volume']}@mark"}
+        return _BODIES.get(route, {})
+
+
+def connect_to_peer_listener(host: FleetHost, context: ssl.SSLContext, request: bytes) -> bytes:
+    with (
+        socket.create_connection(("127.0.0.1", host.port), timeout=10) as plain,
+        context.wrap_socket(plain, server_hostname="127.0.0.1") as connection,
+    ):
+        connection.sendall(request)
+        return connection.recv(4096)

@@ -15,7 +15,7 @@ import pytest
 from sandbox_gateway.hosts.kvm_xfs.network.addresses import Slot
 from sandbox_gateway.hosts.kvm_xfs.network.slots import SlotPool
 from sandbox_gateway.records import NetworkPolicy
-from tests.kvm_xfs.test_netns import (
+from tests.kvm_xfs.slot_networks import (
     OPEN_POLICY,
     Guest,
     OutsideMachine,

@@ -18,7 +18,6 @@ from starlette.datastructures import Headers
 
 from sandbox_gateway.api.data_plane.proxy import AddressFormats
 from sandbox_gateway.errors import Invalid
-from tests.api.test_sandboxes import create_sandbox
 from tests.support.guest_services import (
     PORT,
     RawService,
@@ -29,7 +28,7 @@ from tests.support.guest_services import (
     raw_service,
     read_response,
 )
-from tests.support.memory_gateway import EXEC_KEY, MemoryGateway
+from tests.support.memory_gateway import EXEC_KEY, MemoryGateway, create_sandbox
 
 KEY = f"X-API-Key: {EXEC_KEY}"
 HOST_PORT = 47114

@@ -19,7 +19,7 @@ from sandbox_gateway.hosts.kvm_xfs.network.addresses import Slot
 from sandbox_gateway.hosts.kvm_xfs.network.rules import build_policy_rules
 from sandbox_gateway.hosts.network_policy import list_allowed_names
 from sandbox_gateway.records import NetworkPolicy
-from tests.kvm_xfs.test_netns import OPEN_POLICY, world
+from tests.kvm_xfs.slot_networks import OPEN_POLICY, world
 from tests.support.gateway import Gateway
 
 SUBNET = ipaddress.IPv4Network("10.231.0.0/16")

@@ -17,7 +17,6 @@ import pytest
 from sandbox_gateway.api import output
 from sandbox_gateway.api.access.limits import MAX_BODY_BYTES, MAX_HELD_BYTES
 from sandbox_gateway.api.data_plane import heads
-from tests.api.test_sandboxes import create_sandbox
 from tests.security.hostile import make_endless_sender
 from tests.support import waiting
 from tests.support.guest_services import (
@@ -32,7 +31,7 @@ from tests.support.guest_services import (
     read_response,
     wait_until,
 )
-from tests.support.memory_gateway import ADMIN_KEY, EXEC_KEY, OTHER_EXEC_KEY, READ_KEY, MemoryGateway
+from tests.support.memory_gateway import ADMIN_KEY, EXEC_KEY, OTHER_EXEC_KEY, READ_KEY, MemoryGateway, create_sandbox
 
 KEY = f"X-API-Key: {EXEC_KEY}"
 CLIENT_COUNT = 20

@@ -15,9 +15,8 @@ import httpx
 import pytest
 
 from sandbox_gateway.records import PLANNED_PREFIX
-from tests.api.test_sandboxes import create_sandbox
 from tests.support.guest_services import PORT, RawService, make_port_host, raw_connection, raw_service
-from tests.support.memory_gateway import ADMIN_KEY, EXEC_KEY, MemoryGateway
+from tests.support.memory_gateway import ADMIN_KEY, EXEC_KEY, MemoryGateway, create_sandbox
 
 FIRST_RESPONSE_TIMEOUT_SECONDS, NEXT_RESPONSE_TIMEOUT_SECONDS = 2, 0.25
 """Timeouts for the first response and for each later one. They are short, because some requests are incomplete."""

@@ -12,7 +12,6 @@ import pytest
 from e2b.sandbox.signature import get_signature
 
 from sandbox_gateway.api.access.ports import derive_port_token
-from tests.api.test_sandboxes import create_sandbox
 from tests.support.guest_services import (
     AGENT_PORT,
     PORT,
@@ -24,7 +23,7 @@ from tests.support.guest_services import (
     raw_service,
     read_response,
 )
-from tests.support.memory_gateway import EXEC_KEY, READ_KEY, MemoryGateway
+from tests.support.memory_gateway import EXEC_KEY, READ_KEY, MemoryGateway, create_sandbox
 
 CODE_PORT = 49999
 PORTS = (AGENT_PORT, CODE_PORT, PORT)

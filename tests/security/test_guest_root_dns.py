@@ -15,8 +15,8 @@ import dns.message
 import dns.rcode
 import pytest
 
+from tests.kvm_xfs.slot_networks import METADATA_ADDRESSES, OPEN_POLICY, Guest, run_inside
 from tests.kvm_xfs.test_domain_names import SERVICE, ask, make_names_only_policy, world_with_names
-from tests.kvm_xfs.test_netns import METADATA_ADDRESSES, OPEN_POLICY, Guest, run_inside
 
 pytestmark = pytest.mark.usefixtures("requires_root")
 

@@ -32,7 +32,7 @@ from sandbox_gateway.hosts.kvm_xfs.network.addresses import (
     get_volume_address,
 )
 from sandbox_gateway.records import NetworkPolicy
-from tests.kvm_xfs.test_netns import OPEN_POLICY, Guest, OutsideMachine, run_inside, world
+from tests.kvm_xfs.slot_networks import OPEN_POLICY, Guest, OutsideMachine, run_inside, world
 
 pytestmark = pytest.mark.usefixtures("requires_root")
 

@@ -15,8 +15,8 @@ import pytest
 from sandbox_gateway.hosts.kvm_xfs.network.addresses import GATEWAY_ADDRESS, Slot, get_volume_address
 from sandbox_gateway.hosts.kvm_xfs.volumes.file_system import format_image
 from sandbox_gateway.records import new_id
-from tests.kvm_xfs.test_netns import Guest, run_inside
-from tests.kvm_xfs.test_volume_server import DISCONNECT_ERRORS, Setup, Volume, get_nfs_status, setup
+from tests.kvm_xfs.slot_networks import Guest, run_inside
+from tests.kvm_xfs.volume_clients import DISCONNECT_ERRORS, Setup, Volume, get_nfs_status, setup
 from tests.support import nfs3
 from tests.support.nfs3 import Mount, Nfs, NfsError, RpcRejected
 

@@ -26,7 +26,7 @@ from sandbox_gateway.hosts.kvm_xfs.memory import injection
 from sandbox_gateway.hosts.kvm_xfs.qemu.processes import start_in_namespace
 from sandbox_gateway.hosts.kvm_xfs.volumes import server_pool as server_pool_module
 from sandbox_gateway.hosts.kvm_xfs.volumes.server_process import ServerSettings, save_settings
-from tests.kvm_xfs.test_volume_server import kill_process, setup
+from tests.kvm_xfs.volume_clients import kill_process, setup
 from tests.security.test_guest_root_disk import find_qemu_pid
 from tests.security.test_host_user_processes import machine_setup, running_process, was_killed
 from tests.support.gateway import Gateway

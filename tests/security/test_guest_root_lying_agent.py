@@ -18,7 +18,6 @@ import pytest
 
 from sandbox_gateway.engine import commands
 from tests.api.test_memory import check_no_leaks
-from tests.api.test_sandboxes import create_sandbox
 from tests.support.guest_services import (
     AGENT_PORT,
     PORT,
@@ -31,7 +30,7 @@ from tests.support.guest_services import (
     raw_service,
     wait_until,
 )
-from tests.support.memory_gateway import EXEC_KEY, MemoryGateway
+from tests.support.memory_gateway import EXEC_KEY, MemoryGateway, create_sandbox
 
 AGENT_REQUESTS = (
     ("POST", "/sandboxes/one/exec", {"args": ["true"]}),

@@ -24,7 +24,7 @@ from sandbox_gateway.hosts.jail_zfs.network.pf import build_jail_rules
 from sandbox_gateway.hosts.kvm_xfs.network import rules
 from sandbox_gateway.hosts.kvm_xfs.network.addresses import GATEWAY_ADDRESS, GUEST_MAC, Slot
 from sandbox_gateway.records import NetworkPolicy
-from tests.kvm_xfs.test_netns import (
+from tests.kvm_xfs.slot_networks import (
     ALIBABA_METADATA_ADDRESS,
     METADATA_ADDRESSES,
     OPEN_POLICY,

@@ -33,8 +33,8 @@ from sandbox_gateway.hosts.kvm_xfs.network.addresses import (
 )
 from sandbox_gateway.hosts.kvm_xfs.volumes import launcher, rpc, server_start
 from sandbox_gateway.hosts.kvm_xfs.volumes.server_process import ServerProcess, ServerSettings, replace_file
-from tests.kvm_xfs.test_netns import OutsideMachine, run_inside, run_ip
-from tests.kvm_xfs.test_volume_server import DISCONNECT_ERRORS, get_nfs_status, kill_process, run_command, setup
+from tests.kvm_xfs.slot_networks import OutsideMachine, run_inside, run_ip
+from tests.kvm_xfs.volume_clients import DISCONNECT_ERRORS, get_nfs_status, kill_process, run_command, setup
 from tests.support import nfs3
 from tests.support.nfs3 import Mount, NfsError, RpcRejected
 from tests.support.waiting import wait_until

@@ -8,7 +8,7 @@ from __future__ import annotations
 import pytest
 
 from sandbox_gateway.hosts.connect import AGENT_PORT, CODE_PORT, connect
-from tests.kvm_xfs.test_netns import NOBODY_UID, OPEN_POLICY, can_connect_as, world
+from tests.kvm_xfs.slot_networks import NOBODY_UID, OPEN_POLICY, can_connect_as, world
 
 pytestmark = pytest.mark.usefixtures("requires_root")
 

@@ -33,7 +33,7 @@ from sandbox_gateway.hosts.kvm_xfs.qemu.machine import Machine
 from sandbox_gateway.hosts.kvm_xfs.qemu.processes import start_in_namespace
 from sandbox_gateway.hosts.kvm_xfs.volumes import launcher
 from sandbox_gateway.records import Sandbox
-from tests.kvm_xfs.test_volume_server import OPEN_POLICY, Setup, kill_process, setup
+from tests.kvm_xfs.volume_clients import OPEN_POLICY, Setup, kill_process, setup
 from tests.support.waiting import wait_until
 
 pytestmark = pytest.mark.usefixtures("requires_root")

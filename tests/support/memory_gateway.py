@@ -135,3 +135,17 @@ class MemoryGateway:
             for template in client.get("/templates?limit=1000").json():
                 if "base" not in template["names"] and template["buildStatus"] == "ready":
                     client.delete(f"/templates/{template['templateID']}").raise_for_status()
+
+
+def create_sandbox(api: httpx.Client, **body: Any) -> dict[str, Any]:
+    response = api.post("/sandboxes", json={"templateID": "base", **body})
+    assert response.status_code == 201, response.text
+    sandbox: dict[str, Any] = response.json()
+    return sandbox
+
+
+def run_command(api: httpx.Client, ref: str, *args: str, **options: Any) -> dict[str, Any]:
+    response = api.post(f"/sandboxes/{ref}/exec", json={"args": args, **options})
+    assert response.status_code == 200, response.text
+    result: dict[str, Any] = response.json()
+    return result

@@ -17,7 +17,7 @@ from sandbox_gateway.engine.transfer.artifact_format import Contents, Descriptor
 from sandbox_gateway.engine.transfer.signing import Signer
 from sandbox_gateway.errors import GatewayError, Invalid, Unsupported
 from sandbox_gateway.hosts.base import SnapshotPart
-from tests.unit.engine.test_snapshot_files import MIB, SIGNER, STREAM_PARTS, make_manifest
+from tests.unit.engine.snapshot_file_samples import MIB, SIGNER, STREAM_PARTS, make_manifest
 
 CHUNKS = {
     ("kernel", 0): b"k" * 5000,

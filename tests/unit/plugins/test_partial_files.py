@@ -21,7 +21,7 @@ from ansible_collections.grove.sandbox.plugins.module_utils._snapshot_files impo
 from sandbox_gateway.cli import client as cli_client
 from sandbox_gateway.cli import failure as cli_failure
 from sandbox_gateway.cli import snapshot_files
-from tests.unit.engine.test_snapshot_files import FILE
+from tests.unit.engine.snapshot_file_samples import FILE
 
 FAILURES = (_failure.Failure, cli_failure.Failure)
 OpenFile = Callable[[str], AbstractContextManager[NewFile | snapshot_files._Output]]

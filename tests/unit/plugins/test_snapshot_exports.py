@@ -14,7 +14,7 @@ from ansible_collections.grove.sandbox.plugins.module_utils._plan import Action
 from ansible_collections.grove.sandbox.plugins.module_utils._snapshot_files import read_snapshot_file
 
 from sandbox_gateway.engine.transfer.container import MAGIC
-from tests.unit.engine.test_snapshot_files import CHUNKS, FILE, JAIL_FIELDS, make_file, make_manifest_fields
+from tests.unit.engine.snapshot_file_samples import CHUNKS, FILE, JAIL_FIELDS, make_file, make_manifest_fields
 
 FILE_WITHOUT_MEMORY = make_file(CHUNKS[:4], platform=None, line=False, parts=make_manifest_fields()["parts"][:3])[0]
 

@@ -14,7 +14,7 @@ from ansible_collections.grove.sandbox.plugins.module_utils._snapshot_files impo
 )
 
 from sandbox_gateway.engine.transfer import container
-from tests.unit.engine.test_snapshot_files import EDGES, FILE, make_file
+from tests.unit.engine.snapshot_file_samples import EDGES, FILE, make_file
 
 OTHER_FILE = make_file(snapshot_id="fedcba987654")[0]
 

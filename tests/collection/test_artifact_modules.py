@@ -17,7 +17,7 @@ from ansible_collections.grove.sandbox.plugins.module_utils._approval import (
 from ansible_collections.grove.sandbox.plugins.module_utils._artifacts import replace_tag
 from ansible_collections.grove.sandbox.plugins.module_utils._run import PLAN_KEY, run
 
-from tests.api.test_artifacts import Registry, get_signer, read, running_gateway, take, write
+from tests.support.artifact_registry import Registry, get_signer, read, running_gateway, take, write
 from tests.support.memory_gateway import READ_KEY, MemoryGateway
 
 _run_numbers = itertools.count()
