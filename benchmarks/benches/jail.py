@@ -142,7 +142,7 @@ class RawCommands:
         machine = Machine(f"{self._live.config.network.prefix}-{instance}", epair, host._disks.path(instance))
         try:
             # Everything outside the floor is prepared before the clock starts. Without rules, a jail is unreachable.
-            identity.write_identity(host._identities.path(instance), self._sandbox, host.name_servers())
+            identity.write_identity(host._identities.path(instance), self._sandbox, host.list_name_servers())
             self._live.do(host._network._load_rules(machine.jail, epair, self._sandbox.network))
             start = time.perf_counter()
             for argv in self.commands:

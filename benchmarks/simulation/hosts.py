@@ -100,7 +100,7 @@ class _Machines(MemoryHost):
         self._memory_total = (128 << 30) + digest % (128 << 30)
         self.sandbox_count = 0
 
-    async def room(self) -> Room:
+    async def measure_room(self) -> Room:
         used = (self.sandbox_count + len(self.machines)) * _MACHINE_BYTES
         return Room(
             disk_free=1 << 40,

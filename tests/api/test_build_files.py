@@ -104,7 +104,7 @@ def test_a_template_is_built_again_while_its_files_are_stored(
     assert api.post("/templates", json={"name": "again", **template["recipe"]}).status_code == 200
     start_build(api, "again", OTHER_DIGEST)
     assert api.get("/templates/again").json()["digest"] != template["digest"]
-    monkeypatch.setattr(memory_gateway.host, "guest_digest", lambda: "a newer guest")
+    monkeypatch.setattr(memory_gateway.host, "compute_guest_digest", lambda: "a newer guest")
     (archive_directory / OTHER_NAME).unlink()
     refusal = api.post("/templates/again")
     assert refusal.status_code == 409

@@ -264,7 +264,9 @@ def test_a_source_that_dies_during_a_capture_leaves_a_valid_snapshot(
 ) -> None:
     with monkeypatch.context() as patches:
         patches.setattr(
-            memory_gateway.host, "end_reason", lambda _: "" if not list_engine_tags(memory_gateway) else "it stopped"
+            memory_gateway.host,
+            "find_end_reason",
+            lambda _: "it stopped" if list_engine_tags(memory_gateway) else "",
         )
         message = check_refusal(api.post(f"/v1/sandboxes/{sandbox_id}/branch", json={"tag": "cp"}), 500)
     assert "valid" in message and "source sandbox stopped" in message

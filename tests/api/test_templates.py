@@ -180,7 +180,7 @@ def test_a_template_with_an_older_guest_is_outdated_until_it_is_rebuilt(
     body = {"name": "mine", "packages": ["curl"]}
     template = build_template(api, body)
     assert template["outdated"] is False
-    monkeypatch.setattr(memory_gateway.host, "guest_digest", lambda: "a newer guest")
+    monkeypatch.setattr(memory_gateway.host, "compute_guest_digest", lambda: "a newer guest")
     assert api.get("/templates/mine").json()["outdated"] is True
     assert [each["outdated"] for each in api.get("/templates?name=mine").json()] == [True]
     rebuilt_template = build_template(api, body)
@@ -207,7 +207,7 @@ def test_new_files_at_the_path_do_not_make_a_template_outdated(
     assert api.get("/templates/mine").json()["outdated"] is False
     tarball.write_bytes(b"two")
     assert api.get("/templates/mine").json()["outdated"] is False
-    monkeypatch.setattr(memory_gateway.host, "guest_digest", lambda: "a newer guest")
+    monkeypatch.setattr(memory_gateway.host, "compute_guest_digest", lambda: "a newer guest")
     assert api.get("/templates/mine").json()["outdated"] is True
 
 
@@ -221,7 +221,7 @@ def test_outdated_may_be_null_for_templates_of_older_gateways(
     for name in ("base", "mine"):
         memory_gateway.engine.templates.get(name).source_digest = ""
     assert [api.get(f"/templates/{name}").json()["outdated"] for name in ("base", "mine")] == [False, None]
-    monkeypatch.setattr(memory_gateway.host, "guest_digest", lambda: "a newer guest")
+    monkeypatch.setattr(memory_gateway.host, "compute_guest_digest", lambda: "a newer guest")
     assert [api.get(f"/templates/{name}").json()["outdated"] for name in ("base", "mine")] == [True, None]
 
 

@@ -39,7 +39,7 @@ def test_a_host_measures_cpu_memory_and_disk(runner: EngineRunner) -> None:
     assert all(percent is not None for percent in cpu_percents)
     assert cpu_percents[0] * busy.resources.cpus > 20 and cpu_percents[1] < cpu_percents[0]
     runner.do(runner.engine.sandboxes.pause("busy", memory=False))
-    assert runner.do(runner.engine.host.loads([runner.get_sandbox("busy")])) == {}
+    assert runner.do(runner.engine.host.measure_loads([runner.get_sandbox("busy")])) == {}
 
 
 def _measure(runner: EngineRunner, sandboxes: Sequence[Sandbox]) -> dict[str, Load]:
@@ -47,7 +47,7 @@ def _measure(runner: EngineRunner, sandboxes: Sequence[Sandbox]) -> dict[str, Lo
     loads: dict[str, Load] = {}
 
     def is_complete() -> bool:
-        loads.update(runner.do(runner.engine.host.loads(sandboxes)))
+        loads.update(runner.do(runner.engine.host.measure_loads(sandboxes)))
         assert loads.keys() == {sandbox.instance for sandbox in sandboxes}
         return all(None not in (load.memory_bytes, load.disk_bytes) for load in loads.values())
 

@@ -40,7 +40,8 @@ def test_rollback_restores_files_and_keeps_the_id(runner: EngineRunner, source: 
 def test_a_sandbox_removed_during_a_lookup_causes_no_internal_error(runner: EngineRunner, source: str) -> None:
     engine, sandbox = runner.engine, runner.get_sandbox(source)
     runner.do(engine.sandboxes.delete(source))
-    for lookup in (engine.host.has_diverged(sandbox, engine.snapshots.get(sandbox.head)), engine.host.usage(sandbox)):
+    host, head = engine.host, engine.snapshots.get(sandbox.head)
+    for lookup in (host.has_diverged(sandbox, head), host.measure_usage(sandbox)):
         with pytest.raises(GatewayError):
             runner.do(lookup)
 

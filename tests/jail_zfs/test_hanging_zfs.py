@@ -64,8 +64,8 @@ def test_other_sandboxes_keep_working_while_a_command_is_hung(
         (directory / "pattern").write_text(f"snapshot *{instance}*")
         capture = pool.submit(lambda: runner.do(engine.snapshots.create("one", name="s1")))
         try:
-            wait_until(lambda: engine.host.storage_commands().slow_commands)
-            (command,) = engine.host.storage_commands().slow_commands
+            wait_until(lambda: engine.host.get_storage_commands().slow_commands)
+            (command,) = engine.host.get_storage_commands().slow_commands
             assert command.command == "zfs snapshot" and instance in command.dataset
             snapshot = runner.do(engine.snapshots.create("two", name="s2"))
             runner.do(engine.snapshots.delete(snapshot.id))
@@ -121,8 +121,8 @@ def test_other_sandboxes_are_created_and_forked_while_a_mount_is_hung(
         (directory / "pattern").write_text(f"{pattern}/{instance}")
         operation = pool.submit(operate, runner)
         try:
-            wait_until(lambda: engine.host.storage_commands().slow_commands)
-            (command,) = engine.host.storage_commands().slow_commands
+            wait_until(lambda: engine.host.get_storage_commands().slow_commands)
+            (command,) = engine.host.get_storage_commands().slow_commands
             assert command.command == f"zfs {pattern.split()[0]}" and command.dataset.endswith(instance)
             runner.do(engine.forks.create(TEMPLATE, ForkSpec(names=["two"])))
             runner.do(engine.snapshots.create("two", name="mark"))
@@ -154,6 +154,8 @@ def test_a_hung_command_is_killed_and_its_sandbox_keeps_working(
             context.setattr(process, "TIMEOUT_SECONDS", 4.0)
             with pytest.raises(Timeout, match=r"`zfs snapshot` did not finish within [\d.]+ s and was killed"):
                 runner.do(engine.snapshots.create("one", name="s1"))
-        assert engine.host.storage_commands().slow_commands == [] and zfs_core.count_timeouts() == timeouts_before + 1
+        assert (
+            engine.host.get_storage_commands().slow_commands == [] and zfs_core.count_timeouts() == timeouts_before + 1
+        )
         (directory / "pattern").unlink()
         runner.do(engine.snapshots.create("one", name="s1"))

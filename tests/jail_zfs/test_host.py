@@ -122,7 +122,7 @@ def test_the_free_space_of_the_dataset_limits_forks(make_runner: Callable[..., E
     runner = make_runner()
     dataset = runner.config.jail_zfs.dataset
     runner.do(runner.engine.forks.create(TEMPLATE, ForkSpec(names=["one"])))
-    room = runner.do(runner.engine.host.room())
+    room = runner.do(runner.engine.host.measure_room())
     assert 0 < room.disk_free < room.disk_total
     assert 0 < room.memory_free < room.memory_total == os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     used_bytes = room.disk_total - room.disk_free

@@ -73,7 +73,7 @@ def list_image_names(root: Path) -> list[str]:
 
 
 def find_memory_problem(runner: EngineRunner, ref: str) -> str:
-    return runner.engine.host.memory_problem(runner.engine.snapshots.get(ref))
+    return runner.engine.host.find_memory_problem(runner.engine.snapshots.get(ref))
 
 
 @pytest.mark.parametrize("root", [True, False], ids=["reflink", "no-reflink"], indirect=True)

@@ -56,7 +56,7 @@ class MemoryRootWorld:
         }
         links = [path for path in (config.host.state_root / "sandboxes").glob("*/*/memory.*") if path.is_symlink()]
         assert images == snapshot_images | {path.readlink() for path in links}, moment
-        assert all(engine.host.memory_problem(each) == "" for each in engine.index.snapshots.values()), moment
+        assert all(engine.host.find_memory_problem(each) == "" for each in engine.index.snapshots.values()), moment
 
 
 @pytest.fixture(scope="module", params=[True, False], ids=["reflink", "no-reflink"])

@@ -98,16 +98,16 @@ def test_only_operations_on_memory_fail_while_the_root_is_unmounted(
         with pytest.raises(Conflict, match=r"the memory root .* is not available: .*\. Mount it, or"):
             capture_sandbox(host, cold_fork)
         assert capture_sandbox(host, cold_fork, memory=False).memory is MemoryMode.NONE
-        room = asyncio.run(host.room())
+        room = asyncio.run(host.measure_room())
         assert room.memory_disk is not None and "not mounted" in room.memory_disk.problem
         scan = asyncio.run(make_host(host._config).scan())
         assert snapshot.id in {each.id for each in scan.snapshots}
         assert not (state_xfs.mount_point / ".damaged").exists() and list(root_xfs.mount_point.iterdir()) == []
     finally:
         root_xfs.mount()
-    assert host.memory_problem(snapshot) == ""
+    assert host.find_memory_problem(snapshot) == ""
     assert fork_snapshot(host, snapshot)[1] == b"secret"
-    room = asyncio.run(host.room())
+    room = asyncio.run(host.measure_room())
     assert room.memory_disk is not None and room.memory_disk.free > 0
 
 

@@ -199,13 +199,13 @@ def test_an_unmounted_file_system_is_detected_and_nothing_is_written_there(
     image = memory_directory.snapshot(snapshot.id)
     with image.open("xb") as file:
         file.truncate(64 * MIB)
-    assert roots.memory_problem(snapshot) == ""
+    assert roots.find_memory_problem(snapshot) == ""
     root_xfs.unmount()
     try:
-        assert "is not mounted" in roots.memory_problem(snapshot)
+        assert "is not mounted" in roots.find_memory_problem(snapshot)
         with pytest.raises(Conflict, match="is not mounted"):
             roots.find_capture_directory()
         assert list(root_xfs.mount_point.iterdir()) == []
     finally:
         root_xfs.mount()
-    assert roots.memory_problem(snapshot) == "" and roots.find_capture_directory() is not None
+    assert roots.find_memory_problem(snapshot) == "" and roots.find_capture_directory() is not None

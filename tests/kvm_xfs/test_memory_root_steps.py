@@ -169,7 +169,7 @@ def check_state(gateway: Gateway, operation: str, moment: str) -> None:
     assert not missing_ids or (
         len(missing_ids) == 1 and gateway.is_completed_removal(operation, {*snapshots}, sandbox_ids)
     ), moment
-    assert [host.memory_problem(each) for each in snapshots.values()] == [""] * len(snapshots), moment
+    assert [host.find_memory_problem(each) for each in snapshots.values()] == [""] * len(snapshots), moment
     for snapshot in snapshots.values():
         with Path(host.get_file_paths(snapshot)["memory"]).open("rb") as image:
             first_pages = image.read(3 * 4096)

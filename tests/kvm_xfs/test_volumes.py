@@ -698,7 +698,7 @@ async def test_a_server_accepts_clients_while_their_sandboxes_run_and_stops_with
         volume_one.id: {"10.0.0.2": False, "10.0.0.6": True},
         volume_two.id: {"10.0.0.2": True},
     }
-    assert [mount.path for mount in host.guest_mounts(writer)] == ["/one", "/two"]
+    assert [mount.path for mount in host.list_guest_mounts(writer)] == ["/one", "/two"]
     assert host.stop_machine(writer, release)
     await host.wait_for_background_tasks()
     assert host.servers.clients == {volume_one.id: {"10.0.0.6": True}}
@@ -786,7 +786,7 @@ async def test_a_new_gateway_grants_access_to_exactly_the_running_sandboxes(
         and ("stop", volume_two.id) in reopened_host.servers.calls
     )
     assert not scan.repaired
-    assert [mount.path for mount in reopened_host.guest_mounts(running_sandbox)] == ["/one"]
+    assert [mount.path for mount in reopened_host.list_guest_mounts(running_sandbox)] == ["/one"]
 
 
 async def test_state_reports_an_unresponsive_server(host: VolumeHost) -> None:

@@ -388,7 +388,7 @@ def test_millions_of_lines_from_a_build_do_not_delay_other_requests(
     engine = memory_gateway.engine
 
     async def run_command() -> int:
-        agent = AgentClient(engine.host.endpoint(engine.index.get_sandbox(sandbox["sandboxID"])), "")
+        agent = AgentClient(engine.host.get_endpoint(engine.index.get_sandbox(sandbox["sandboxID"])), "")
         return await agent.run_shell("true", LogWriter(build).feed, seconds=120)
 
     with replaced_agent(memory_gateway, sandbox, response), LoopMonitor(memory_gateway) as loop_monitor:

@@ -205,13 +205,13 @@ def test_a_plan_session_reads_no_files_of_the_host_and_contacts_no_registry(
 ) -> None:
     """Responses that differ would show which files exist and which ports are open; /dev/zero would never end."""
     read_sources = []
-    original_compute_digest = memory_gateway.host.source_digest
+    original_compute_digest = memory_gateway.host.compute_source_digest
 
     async def record_read(recipe: Recipe) -> str:
         read_sources.append(recipe.path or recipe.image)
         return await original_compute_digest(recipe)
 
-    monkeypatch.setattr(memory_gateway.host, "source_digest", record_read)
+    monkeypatch.setattr(memory_gateway.host, "compute_source_digest", record_read)
     (tmp_path / "existing").touch()
     sources: list[dict[str, Any]] = [
         {"from": "rootfs", "path": str(tmp_path / "existing")},

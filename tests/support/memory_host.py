@@ -40,7 +40,7 @@ from sandbox_gateway.hosts.base import (
 from sandbox_gateway.hosts.disk_queries import DiskQueries
 from sandbox_gateway.hosts.network_policy import build_egress_rules
 from sandbox_gateway.image_references import RegistryLogin
-from sandbox_gateway.recipes import Recipe, source_digest
+from sandbox_gateway.recipes import Recipe, compute_source_digest
 from sandbox_gateway.records import MemoryMode, Mount, NetworkPolicy, Sandbox, Snapshot, Volume, VolumeSnapshot
 
 AGENT_PORT = 49983
@@ -420,10 +420,10 @@ class MemoryHost:
     def describe_platform(self) -> Mapping[str, str]:
         return {"accelerator": "memory"}
 
-    async def room(self) -> Room:
+    async def measure_room(self) -> Room:
         return self.available_room
 
-    def storage_commands(self) -> StorageCommands | None:
+    def get_storage_commands(self) -> StorageCommands | None:
         return self.current_storage_commands
 
     async def find_stalled_instances(self) -> set[str]:
@@ -432,14 +432,14 @@ class MemoryHost:
     async def resume_stalled(self, sandbox: Sandbox) -> None:
         self.stalled_instances.discard(sandbox.instance)
 
-    def guest_digest(self) -> str:
+    def compute_guest_digest(self) -> str:
         return "guest"
 
     async def check_recipe(self, recipe: Recipe) -> None:
         pass
 
-    async def source_digest(self, recipe: Recipe, login: RegistryLogin | None = None) -> str:
-        return await asyncio.to_thread(source_digest, recipe)
+    async def compute_source_digest(self, recipe: Recipe, login: RegistryLogin | None = None) -> str:
+        return await asyncio.to_thread(compute_source_digest, recipe)
 
     def read_step_programs(self) -> Mapping[str, str]:
         return {"/opt/sandbox/start": "start", "/opt/sandbox/copy": "copy"}
@@ -517,7 +517,7 @@ class MemoryHost:
     def get_file_paths(self, snapshot: Snapshot) -> dict[str, str]:
         return {"dir": f"/memory/{snapshot.id}"}
 
-    def memory_problem(self, snapshot: Snapshot) -> str:
+    def find_memory_problem(self, snapshot: Snapshot) -> str:
         return self.memory_problems.get(snapshot.id, "")
 
     async def find_export_bases(self, snapshot: Snapshot) -> Mapping[str, int]:
@@ -567,7 +567,7 @@ class MemoryHost:
             await self.remove_volume_snapshot(snapshot)
         del self.volumes[volume.id], self.files[volume.id]
 
-    async def volume_state(self, volume: Volume) -> VolumeState:
+    async def read_volume_state(self, volume: Volume) -> VolumeState:
         return VolumeState(used_bytes=sum(map(len, self.files[volume.id].values())))
 
     async def capture_volume(self, volume: Volume, snapshot: VolumeSnapshot) -> None:
@@ -600,7 +600,7 @@ class MemoryHost:
     async def detach(self, sandbox: Sandbox, mount: Mount) -> None:
         self.machines[sandbox.instance].allowed.pop(mount.volume, None)
 
-    def guest_mounts(self, sandbox: Sandbox) -> list[GuestMount]:
+    def list_guest_mounts(self, sandbox: Sandbox) -> list[GuestMount]:
         return [GuestMount(each.path, each.volume, "double", "", each.read_only) for each in sandbox.mounts]
 
     async def has_diverged(self, sandbox: Sandbox, head: Snapshot) -> bool:
@@ -612,36 +612,36 @@ class MemoryHost:
             raise Conflict(f"sandbox {sandbox.id} is gone")
         return machine.state != self.disks[head.id]
 
-    async def usage(self, sandbox: Sandbox, *, with_disk: bool = True) -> Usage:
+    async def measure_usage(self, sandbox: Sandbox, *, with_disk: bool = True) -> Usage:
         disk_bytes = await self.disk_queries.run(sandbox.instance, self.measure_disk) if with_disk else 0
         return Usage(disk_bytes=disk_bytes, memory_bytes=3 << 20)
 
     async def measure_disk(self) -> int:
         return 200_000
 
-    async def loads(self, sandboxes: Sequence[Sandbox]) -> dict[str, Load]:
+    async def measure_loads(self, sandboxes: Sequence[Sandbox]) -> dict[str, Load]:
         return {
             each.instance: Load(memory_bytes=3 << 20, disk_bytes=200_000, cpu_seconds=1.0, running_seconds=10.0)
             for each in sandboxes
             if each.instance in self.machines
         }
 
-    async def console(self, sandbox: Sandbox) -> str:
+    async def read_console(self, sandbox: Sandbox) -> str:
         return self.failed_boot_console or ""
 
-    def end_reason(self, sandbox: Sandbox) -> str:
+    def find_end_reason(self, sandbox: Sandbox) -> str:
         return "" if sandbox.instance in self.machines and self.failed_boot_console is None else "its machine stopped"
 
     def check_network(self, policy: NetworkPolicy) -> None:
-        build_egress_rules(policy, self.name_servers())
+        build_egress_rules(policy, self.list_name_servers())
 
     async def apply_network(self, sandbox: Sandbox, policy: NetworkPolicy) -> None:
         pass
 
-    def name_servers(self) -> list[str]:
+    def list_name_servers(self) -> list[str]:
         return []
 
-    def endpoint(self, sandbox: Sandbox) -> Endpoint:
+    def get_endpoint(self, sandbox: Sandbox) -> Endpoint:
         return Endpoint(self.machines[sandbox.instance].address)
 
     def on_exit(self, callback: Callable[[str], None]) -> None:

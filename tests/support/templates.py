@@ -11,8 +11,8 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from sandbox_gateway.hosts.kvm_xfs.template.guest_files import guest_digest
-from sandbox_gateway.recipes import Recipe, source_digest
+from sandbox_gateway.hosts.kvm_xfs.template.guest_files import compute_guest_digest
+from sandbox_gateway.recipes import Recipe, compute_source_digest
 from sandbox_gateway.records import Resources
 from tests.support import session
 
@@ -59,7 +59,7 @@ def _get_cache_path() -> Path:
 
 
 def _compute_digest() -> str:
-    return RECIPE.compute_digest(guest_digest(), source_digest(RECIPE))
+    return RECIPE.compute_digest(compute_guest_digest(), compute_source_digest(RECIPE))
 
 
 def _read_manifest(directory: Path) -> dict[str, Any]:

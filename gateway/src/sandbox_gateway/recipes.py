@@ -122,7 +122,7 @@ def _compute_digest(data: dict[str, Any], salts: tuple[str, ...]) -> str:
     return hashlib.sha256(text.encode()).hexdigest()
 
 
-def source_digest(recipe: Recipe) -> str:
+def compute_source_digest(recipe: Recipe) -> str:
     """Return a digest of the source at ``recipe.path``, or "" if the recipe has no path.
 
     The digest covers the contents of a tarball, or the paths, modes, sizes and modification times of everything in a

@@ -26,7 +26,7 @@ class _Host(MemoryHost):
         self.measured_names: list[list[str]] = []
         self.measurement_fails = False
 
-    async def loads(self, sandboxes: Sequence[Sandbox]) -> dict[str, Load]:
+    async def measure_loads(self, sandboxes: Sequence[Sandbox]) -> dict[str, Load]:
         self.measured_names.append([sandbox.name for sandbox in sandboxes])
         if self.measurement_fails:
             raise BackendFailed("the load cannot be read")

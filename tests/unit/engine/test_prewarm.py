@@ -257,14 +257,14 @@ async def test_nothing_is_measured_while_nothing_is_prewarmed(
     engine: Engine, host: _Host, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     measurement_count = 0
-    original_room = host.room
+    original_room = host.measure_room
 
     async def count_measurement() -> Room:
         nonlocal measurement_count
         measurement_count += 1
         return await original_room()
 
-    monkeypatch.setattr(host, "room", count_measurement)
+    monkeypatch.setattr(host, "measure_room", count_measurement)
     engine.prewarm._change_event.set()
     await wait_until(lambda: not engine.prewarm._change_event.is_set())
     assert measurement_count == 0

@@ -38,14 +38,14 @@ class _Host(MemoryHost):
         self.capture_count += 1
         return await super().capture(*args, **kwargs)
 
-    async def room(self) -> Room:
+    async def measure_room(self) -> Room:
         self.room_count += 1
-        return await super().room()
+        return await super().measure_room()
 
-    async def usage(self, sandbox: Sandbox, *, with_disk: bool = True) -> Usage:
+    async def measure_usage(self, sandbox: Sandbox, *, with_disk: bool = True) -> Usage:
         return Usage(disk_bytes=self.disk_bytes, memory_bytes=self.memory_bytes, image_bytes=self.image_bytes)
 
-    async def volume_state(self, volume: Volume) -> VolumeState:
+    async def read_volume_state(self, volume: Volume) -> VolumeState:
         return VolumeState(used_bytes=self.disk_bytes)
 
     def set_free_space(self, *, disk_mb: int | None = None, memory_mb: int | None = None) -> None:

@@ -22,7 +22,7 @@ async def test_reports_do_not_pile_up_while_the_host_is_hung(tmp_path: Path, mon
     host = MemoryHost()
     host.abilities = replace(host.abilities, can_stall=False)  # The engine does not poll the room.
     async with opened_engine(tmp_path, host) as engine:
-        original_room, response_event, call_count = host.room, asyncio.Event(), 0
+        original_room, response_event, call_count = host.measure_room, asyncio.Event(), 0
 
         async def hang() -> Room:
             nonlocal call_count
@@ -30,7 +30,7 @@ async def test_reports_do_not_pile_up_while_the_host_is_hung(tmp_path: Path, mon
             await response_event.wait()
             return await original_room()
 
-        monkeypatch.setattr(host, "room", hang)
+        monkeypatch.setattr(host, "measure_room", hang)
         for _ in range(3):
             with pytest.raises(Timeout, match="did not report its free space"):
                 await engine.room.report()
@@ -41,6 +41,6 @@ async def test_reports_do_not_pile_up_while_the_host_is_hung(tmp_path: Path, mon
         async def fail() -> Room:
             raise BackendFailed("no pool")
 
-        monkeypatch.setattr(host, "room", fail)
+        monkeypatch.setattr(host, "measure_room", fail)
         with pytest.raises(BackendFailed, match="no pool"):
             await engine.room.report()

@@ -10,11 +10,11 @@ from pydantic import ValidationError
 
 from sandbox_gateway import recipes
 from sandbox_gateway.errors import Invalid
-from sandbox_gateway.recipes import Recipe, source_digest
+from sandbox_gateway.recipes import Recipe, compute_source_digest
 
 
 def digest_source(path: Path) -> str:
-    return source_digest(Recipe.model_validate({"source": "rootfs", "path": str(path)}))
+    return compute_source_digest(Recipe.model_validate({"source": "rootfs", "path": str(path)}))
 
 
 def test_the_digest_does_not_change_between_versions() -> None:
@@ -124,7 +124,7 @@ def test_an_unreadable_path_is_reported_with_the_reason() -> None:
         "the root file system /nowhere/at/all cannot be read on the gateway's host: No such file or directory. "
         "Correct 'path', or copy the files to that host"
     )
-    assert source_digest(Recipe()) == ""
+    assert compute_source_digest(Recipe()) == ""
 
 
 def test_only_a_rootfs_recipe_needs_and_accepts_a_path() -> None:

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from sandbox_gateway.errors import Invalid
-from sandbox_gateway.recipes import Recipe, source_digest
+from sandbox_gateway.recipes import Recipe, compute_source_digest
 from sandbox_gateway.records import NAME_PATTERN, Mount, Resources, Sandbox, Snapshot, check_name, compact, now
 
 texts = st.text(max_size=40)
@@ -100,7 +100,7 @@ def test_a_root_file_system_needs_an_existing_path() -> None:
     with pytest.raises(ValidationError, match="absolute path"):
         Recipe.model_validate({"source": "rootfs", "path": "relative"})
     with pytest.raises(Invalid, match="cannot be read"):
-        source_digest(Recipe.model_validate({"source": "rootfs", "path": "/nowhere/at/all"}))
+        compute_source_digest(Recipe.model_validate({"source": "rootfs", "path": "/nowhere/at/all"}))
 
 
 def test_a_compact_record_has_the_same_values() -> None:

@@ -15,9 +15,9 @@ MODULES_DIRECTORY = "/lib/modules/6.1.0/kernel/drivers"
 
 @pytest.mark.parametrize("name", ["KERNEL_ARGUMENTS", "TCG_KERNEL_ARGUMENTS"])
 def test_different_kernel_arguments_make_templates_outdated(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
-    digest_before = guest_files.guest_digest()
+    digest_before = guest_files.compute_guest_digest()
     monkeypatch.setattr(guest_files, name, "other")
-    assert guest_files.guest_digest() != digest_before
+    assert guest_files.compute_guest_digest() != digest_before
 
 
 def run_hook(tmp_path: Path, *modules: str) -> Path:

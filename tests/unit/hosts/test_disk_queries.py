@@ -63,14 +63,15 @@ async def test_an_error_reaches_the_caller_and_ends_the_query() -> None:
             await queries.run("a", fail)
 
 
-@pytest.mark.parametrize("name", ["has_diverged", "usage"])
+@pytest.mark.parametrize("name", ["has_diverged", "measure_usage"])
 async def test_a_jail_has_one_query_at_a_time(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     host = JailZfsHost(Config.model_validate({"host": {"kind": "jail_zfs"}}))
     query = _Query()
     monkeypatch.setattr(Disks, "has_diverged", query.run)
     monkeypatch.setattr(Disks, "count_unique_bytes", query.run)
     sandbox = Sandbox(name="a")
-    call = partial(host.has_diverged, sandbox, Snapshot()) if name == "has_diverged" else partial(host.usage, sandbox)
+    args = (sandbox, Snapshot()) if name == "has_diverged" else (sandbox,)
+    call = partial(getattr(host, name), *args)
     for _ in range(3):
         with pytest.raises(TimeoutError):
             await asyncio.wait_for(call(), 0.02)

@@ -124,7 +124,7 @@ def test_files_are_compared_extent_by_extent(tmp_path: Path, monkeypatch: pytest
     assert equal_pairs == {(name, name) for name in files} | {("a", "b"), ("b", "a")}
 
 
-@pytest.mark.parametrize("query", ["has_diverged", "usage"])
+@pytest.mark.parametrize("query", ["has_diverged", "measure_usage"])
 async def test_a_virtual_machine_has_one_query_at_a_time(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, query: str
 ) -> None:
@@ -141,7 +141,8 @@ async def test_a_virtual_machine_has_one_query_at_a_time(
     monkeypatch.setattr(reflink, "count_unique_bytes", walk)
     monkeypatch.setattr(Snapshots, "files", lambda *_: SimpleNamespace(disk=tmp_path))
     sandbox = Sandbox(name="a")
-    call = partial(host.has_diverged, sandbox, Snapshot()) if query == "has_diverged" else partial(host.usage, sandbox)
+    args = (sandbox, Snapshot()) if query == "has_diverged" else (sandbox,)
+    call = partial(getattr(host, query), *args)
     try:
         for _ in range(3):
             with pytest.raises(TimeoutError):

@@ -81,7 +81,7 @@ class SourceCopy:
     def __init__(self, kind: str, directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         shutil.copytree(SOURCE_DIRECTORY, directory, ignore=shutil.ignore_patterns("__pycache__", "*.egg-info"))
         self.directory = directory
-        self.compute: Callable[[], str] = KINDS[kind].guest_digest
+        self.compute: Callable[[], str] = KINDS[kind].compute_guest_digest
         find_original_files = resources.files
         for module in (guest_digest, guest_files):
             stub = SimpleNamespace(files=lambda anchor: self._copy_of(find_original_files(anchor)))
@@ -136,11 +136,11 @@ def test_a_constant_of_another_module_makes_templates_outdated(
     template = Snapshot(
         kind=SnapshotKind.TEMPLATE,
         recipe=recipe.model_dump(mode="json"),
-        recipe_digest=recipe.compute_digest(host.guest_digest(), ""),
+        recipe_digest=recipe.compute_digest(host.compute_guest_digest(), ""),
     )
-    assert is_outdated(template, host.guest_digest()) is False
+    assert is_outdated(template, host.compute_guest_digest()) is False
     monkeypatch.setattr(owner, name, "changed")
-    assert is_outdated(template, host.guest_digest()) is True
+    assert is_outdated(template, host.compute_guest_digest()) is True
 
 
 UNCOVERED_CONSTANTS = {"PARTIAL_PREFIX"}
@@ -171,7 +171,8 @@ def test_builders_import_no_other_constants(kind: str) -> None:
 
 
 def test_the_digest_is_stable_and_differs_between_kinds_of_host() -> None:
-    program = "from sandbox_gateway.hosts.kvm_xfs.template.guest_files import guest_digest; print(guest_digest())"
+    import_statement = f"from {guest_files.__name__} import compute_guest_digest"
+    program = f"{import_statement}; print(compute_guest_digest())"
     argv = [sys.executable, "-c", program]
     outputs = [
         subprocess.run(
@@ -179,5 +180,5 @@ def test_the_digest_is_stable_and_differs_between_kinds_of_host() -> None:
         ).stdout
         for seed in ("1", "2")
     ]
-    assert {text.strip() for text in outputs} == {guest_files.guest_digest()}
-    assert jail_rootfs.guest_digest() != guest_files.guest_digest()
+    assert {text.strip() for text in outputs} == {guest_files.compute_guest_digest()}
+    assert jail_rootfs.compute_guest_digest() != guest_files.compute_guest_digest()

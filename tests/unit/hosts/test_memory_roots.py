@@ -123,34 +123,34 @@ def test_without_a_memory_root_the_image_is_in_the_snapshots_directory(layout: L
     store.roots.open()
     snapshot = store.capture()
     assert (store.snapshots.files(snapshot).directory / "memory.img").exists()
-    assert store.roots.memory_problem(snapshot) == "" and not layout.memory_roots.exists()
+    assert store.roots.find_memory_problem(snapshot) == "" and not layout.memory_roots.exists()
 
 
 def test_memory_is_unavailable_until_its_root_is_mounted(store: Store, root: Path) -> None:
     snapshot = store.capture()
-    assert store.roots.memory_problem(snapshot) == ""
+    assert store.roots.find_memory_problem(snapshot) == ""
     unmount_root(root)
-    assert f"{root} is not mounted" in store.roots.memory_problem(snapshot)
+    assert f"{root} is not mounted" in store.roots.find_memory_problem(snapshot)
     with pytest.raises(Conflict, match=rf"snapshot {snapshot.id} is not available: .*not mounted.*'coldStart: true'"):
         store.roots.require_memory(snapshot)
     mount_root(root)
-    assert store.roots.memory_problem(snapshot) == ""
+    assert store.roots.find_memory_problem(snapshot) == ""
     store.roots.require_memory(snapshot)
 
 
 def test_a_missing_directory_makes_memory_unavailable(store: Store, root: Path) -> None:
     snapshot = store.capture()
     root.rename(root.with_name("unmounted"))
-    assert f"the directory {root} does not exist" in store.roots.memory_problem(snapshot)
+    assert f"the directory {root} does not exist" in store.roots.find_memory_problem(snapshot)
 
 
 def test_a_missing_or_short_image_makes_memory_unavailable(store: Store) -> None:
     snapshot = store.capture()
     image = store.snapshots.files(snapshot).memory
     os.truncate(image, MIB)
-    assert store.roots.memory_problem(snapshot) == f"{image} is too short"
+    assert store.roots.find_memory_problem(snapshot) == f"{image} is too short"
     image.unlink()
-    assert store.roots.memory_problem(snapshot) == f"{image}: No such file or directory"
+    assert store.roots.find_memory_problem(snapshot) == f"{image}: No such file or directory"
     assert store.scan() == ([snapshot.id], []), "it is not damaged"
 
 
@@ -160,7 +160,7 @@ def test_snapshots_of_an_unmounted_root_are_neither_quarantined_nor_removed(stor
     assert store.scan() == ([snapshot.id], [])
     assert not (store.layout.root / ".damaged").exists()
     mount_root(root)
-    assert store.scan() == ([snapshot.id], []) and store.roots.memory_problem(snapshot) == ""
+    assert store.scan() == ([snapshot.id], []) and store.roots.find_memory_problem(snapshot) == ""
 
 
 def test_a_transient_snapshot_on_an_unmounted_root_survives_a_gateway_restart(store: Store, root: Path) -> None:
@@ -189,7 +189,7 @@ def test_a_root_that_does_not_exist_yet_is_used_once_it_exists(layout: Layout, t
         store.capture()
     assert not (tmp_path / "later").exists(), "the gateway does not create the root"
     (tmp_path / "later").mkdir(mode=0o700)
-    assert store.roots.memory_problem(store.capture()) == ""
+    assert store.roots.find_memory_problem(store.capture()) == ""
 
 
 def test_a_root_writable_by_other_users_is_refused(layout: Layout, root: Path) -> None:
@@ -219,7 +219,9 @@ def test_old_snapshots_stay_in_their_root_after_a_configuration_change(
     newest_snapshot = rootless_store.capture()
     for each in (store, other_root_store, rootless_store):
         assert sorted(each.scan()[0]) == sorted([old_snapshot.id, new_snapshot.id, newest_snapshot.id])
-        assert [each.roots.memory_problem(snapshot) for snapshot in (old_snapshot, new_snapshot, newest_snapshot)] == [
+        assert [
+            each.roots.find_memory_problem(snapshot) for snapshot in (old_snapshot, new_snapshot, newest_snapshot)
+        ] == [
             "",
             "",
             "",

@@ -251,11 +251,11 @@ class FullHost(BusyHost):
 
     capacity = 100
 
-    async def room(self) -> Room:
+    async def measure_room(self) -> Room:
         free_count = self.capacity - len(self.machines)
         return dataclasses.replace(self.available_room, memory_free=free_count * MACHINE_START_BYTES)
 
-    async def usage(self, sandbox: Sandbox, *, with_disk: bool = True) -> Usage:
+    async def measure_usage(self, sandbox: Sandbox, *, with_disk: bool = True) -> Usage:
         return Usage(disk_bytes=1 << 20, memory_bytes=MACHINE_START_BYTES)
 
 

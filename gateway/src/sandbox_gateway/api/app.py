@@ -62,7 +62,7 @@ _health_router = APIRouter(tags=["gateway"])
 )
 async def check_health(request: Request, engine: EngineDep) -> HealthShape:
     gateway_id = room = slow_command_shapes = None
-    storage_commands = engine.host.storage_commands()
+    storage_commands = engine.host.get_storage_commands()
     slow_commands = storage_commands.slow_commands if storage_commands else []
     if is_identified(request.scope):
         gateway_id = engine.secret.gateway_id

@@ -165,7 +165,7 @@ class _Inventory(Collector):
         for method in ("prewarmed", "memory", "boot"):
             start_counter.add_metric([method], self._engine.machines.start_counts[method])
         yield start_counter
-        if (commands := self._engine.host.storage_commands()) is not None:
+        if (commands := self._engine.host.get_storage_commands()) is not None:
             yield CounterMetricFamily(
                 "sandbox_gateway_zfs_timeouts",
                 "ZFS commands that were killed because they did not finish in time.",

@@ -117,10 +117,10 @@ class AgentClient:
         self._key = endpoint.key
         self._token = access_token
 
-    async def identify(self, identity: Identity, *, seconds: float, end_reason: Callable[[], str]) -> None:
+    async def identify(self, identity: Identity, *, seconds: float, find_end_reason: Callable[[], str]) -> None:
         """Send a newly started machine its identity, and wait for the agent's response.
 
-        ``end_reason`` returns why the machine has stopped, or "" while it runs. Raises Invalid, BackendFailed or
+        ``find_end_reason`` returns why the machine has stopped, or "" while it runs. Raises Invalid, BackendFailed or
         Timeout.
         """
         deadline = time.monotonic() + seconds
@@ -130,7 +130,7 @@ class AgentClient:
                 await self._send_over_line(self._line, body)
                 return
         while True:
-            reader, writer = await self._connect_when_ready(deadline, end_reason)
+            reader, writer = await self._connect_when_ready(deadline, find_end_reason)
             try:
                 async with asyncio.timeout(max(0.1, deadline - time.monotonic())):
                     await self._exchange(reader, writer, "/identity", _add_current_time(body))
@@ -171,7 +171,7 @@ class AgentClient:
                         raise ConnectionResetError("the agent closed the connection or sent an unexpected frame")
                 await loop.sock_sendall(duplicate, _encode_line_message(body))
 
-    async def _connect_when_ready(self, deadline: float, end_reason: Callable[[], str]) -> Streams:
+    async def _connect_when_ready(self, deadline: float, find_end_reason: Callable[[], str]) -> Streams:
         """Connect to a machine that may not be listening yet.
 
         A SYN sent before the guest's network is up is lost, and the kernel retransmits it only after a second.
@@ -194,7 +194,7 @@ class AgentClient:
                     attempts.remove(attempt)
                     if attempt.exception() is None:
                         return attempt.result()
-                if reason := end_reason():
+                if reason := find_end_reason():
                     raise BackendFailed(f"the sandbox did not start: {reason}. Look at the gateway's log")
                 if time.monotonic() > deadline:
                     raise Timeout(

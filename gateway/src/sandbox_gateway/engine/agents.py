@@ -21,12 +21,12 @@ class Agents:
         return self._context.secret.derive(sandbox.id)
 
     def create_client(self, sandbox: Sandbox) -> AgentClient:
-        return AgentClient(self._host.endpoint(sandbox), self.derive_access_token(sandbox))
+        return AgentClient(self._host.get_endpoint(sandbox), self.derive_access_token(sandbox))
 
     def get_endpoint(self, ref: str) -> tuple[str, str]:
         """Return the address and the access token of a running sandbox's agent."""
         sandbox = self._context.require_running(ref)
-        return self._host.endpoint(sandbox).address, self.derive_access_token(sandbox)
+        return self._host.get_endpoint(sandbox).address, self.derive_access_token(sandbox)
 
     async def identify(self, sandbox: Sandbox, *, has_booted: bool) -> None:
         """Send a sandbox's identity to its machine, and wait for the agent's response."""
@@ -40,7 +40,7 @@ class Agents:
         )
         seconds = self._host.boot_seconds if has_booted else self._host.resume_seconds
         await self.create_client(sandbox).identify(
-            identity, seconds=seconds, end_reason=partial(self._host.end_reason, sandbox)
+            identity, seconds=seconds, find_end_reason=partial(self._host.find_end_reason, sandbox)
         )
 
     async def mount_volumes(
@@ -50,9 +50,9 @@ class Agents:
 
         ``has_stale_mounts``: the guest may still mount other volumes, which the agent then unmounts.
         """
-        guest_mounts = self._host.guest_mounts(sandbox)
+        guest_mounts = self._host.list_guest_mounts(sandbox)
         if guest_mounts or has_stale_mounts:
             await self.create_client(sandbox).set_mounts(guest_mounts, seconds=seconds)
 
     def _choose_name_servers(self, policy: NetworkPolicy) -> list[str]:
-        return self._host.name_servers() if policy.allows_egress else []
+        return self._host.list_name_servers() if policy.allows_egress else []

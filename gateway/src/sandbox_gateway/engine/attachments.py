@@ -88,7 +88,7 @@ class Attachments:
             await self._collector.collect()
 
     async def _detach(self, sandbox: Sandbox, mount: Mount) -> None:
-        if sandbox.state is SandboxState.RUNNING and not self._host.end_reason(sandbox):
+        if sandbox.state is SandboxState.RUNNING and not self._host.find_end_reason(sandbox):
             await self._unmount(sandbox, mount)
         await save_sandbox(self._context, sandbox.id, mounts=_copy_without_mount(sandbox, mount).mounts)
 
@@ -98,7 +98,7 @@ class Attachments:
         This order prevents programs in the sandbox from seeing a dead mount.
         """
         updated_sandbox = _copy_without_mount(sandbox, mount)
-        if self._host.guest_mounts(sandbox):
+        if self._host.list_guest_mounts(sandbox):
             try:
                 await self._agents.mount_volumes(
                     updated_sandbox, has_stale_mounts=True, seconds=_UNMOUNT_TIMEOUT_SECONDS

@@ -21,7 +21,7 @@ async def add_console(error: BaseException, host: Host, sandbox: Sandbox) -> Bas
     if not isinstance(error, BackendFailed | Timeout):
         return error
     try:
-        lines = extract_last_lines(await host.console(sandbox))
+        lines = extract_last_lines(await host.read_console(sandbox))
     except GatewayError:
         return error
     if not lines:

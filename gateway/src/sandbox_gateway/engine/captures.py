@@ -72,7 +72,7 @@ class Captures:
         )
         if snapshot.kind is not SnapshotKind.PAUSE:
             self._context.durations.capture_listener(snapshot)
-        if reason := self._host.end_reason(sandbox):
+        if reason := self._host.find_end_reason(sandbox):
             raise BackendFailed(
                 f"snapshot {snapshot.id} was taken and is valid, but the source sandbox stopped afterwards: "
                 f"{reason}. Resume the sandbox, or use the snapshot"

@@ -69,7 +69,7 @@ class Commands:
         try:
             while not task.done():
                 await asyncio.wait([task], timeout=_CHECK_INTERVAL_SECONDS)
-                if not task.done() and (reason := self._context.host.end_reason(sandbox)):
+                if not task.done() and (reason := self._context.host.find_end_reason(sandbox)):
                     raise BackendFailed(
                         f"the sandbox stopped during the command: {reason}. Resume it, and run the command again"
                     )
@@ -88,7 +88,7 @@ class Commands:
             original_sandbox.instance,
             original_sandbox.state,
         )
-        if is_unchanged and not self._context.host.end_reason(original_sandbox):
+        if is_unchanged and not self._context.host.find_end_reason(original_sandbox):
             return error
         try:
             # Wait for the lock. When it is released, the record shows what happened to the machine.

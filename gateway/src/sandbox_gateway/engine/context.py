@@ -37,6 +37,6 @@ class Context:
         sandbox = self.index.get_sandbox(ref)
         if sandbox.state is SandboxState.PAUSED:
             raise Conflict(f"sandbox {sandbox.id} is paused: resume it first")
-        if reason := self.host.end_reason(sandbox):
+        if reason := self.host.find_end_reason(sandbox):
             raise Conflict(f"sandbox {sandbox.id} is not running ({reason}): resume it, or roll it back")
         return sandbox

@@ -156,7 +156,7 @@ class Loads:
         sandboxes = list(sandboxes)
         if not sandboxes:
             return
-        loads = await self._host.loads(sandboxes)
+        loads = await self._host.measure_loads(sandboxes)
         sampled_at, measured_at = time.time(), time.monotonic()
         for sandbox in sandboxes:
             load = loads.get(sandbox.instance)

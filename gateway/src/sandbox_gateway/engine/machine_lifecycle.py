@@ -136,7 +136,7 @@ class MachineLifecycle:
 
     def mark_if_stopped(self, sandbox: Sandbox) -> None:
         """Mark a sandbox as stopped if its machine stopped before the record was saved as running."""
-        if sandbox.state is SandboxState.RUNNING and self._host.end_reason(sandbox):
+        if sandbox.state is SandboxState.RUNNING and self._host.find_end_reason(sandbox):
             self._context.background.start(self._mark_stopped_if_current(sandbox.id, sandbox.instance))
 
     def watch(self) -> None:
@@ -151,4 +151,4 @@ class MachineLifecycle:
     async def _mark_stopped_if_current(self, id: str, instance: str) -> None:
         async with self._locking.sandbox_locked(id) as sandbox:
             if sandbox.instance == instance and sandbox.state is SandboxState.RUNNING:
-                await self.mark_stopped(sandbox, self._host.end_reason(sandbox) or "its machine stopped")
+                await self.mark_stopped(sandbox, self._host.find_end_reason(sandbox) or "its machine stopped")

@@ -127,7 +127,7 @@ class PrewarmPool:
         while ready_forks:
             self._change_event.set()
             fork = ready_forks.pop(0)
-            if not self._host.end_reason(fork):
+            if not self._host.find_end_reason(fork):
                 self._next_start_at = time.monotonic() + _DELAY_AFTER_CLAIM_SECONDS
                 return fork
             self._context.background.start(self._host.discard(fork))
@@ -141,7 +141,7 @@ class PrewarmPool:
                 continue
             self._change_event.clear()
             try:
-                room = await self._host.room() if self._ready_forks or self._read_targets() else None
+                room = await self._host.measure_room() if self._ready_forks or self._read_targets() else None
                 await self._discard_surplus(room)
                 has_started = room is not None and await self._start_missing_fork(room)
             except Exception as error:
@@ -172,7 +172,8 @@ class PrewarmPool:
         targets = self._read_targets()
         surplus: list[Sandbox] = []
         for id, ready_forks in list(self._ready_forks.items()):
-            remaining_forks = [fork for fork in ready_forks if not self._host.end_reason(fork)][: targets.get(id, 0)]
+            running_forks = [fork for fork in ready_forks if not self._host.find_end_reason(fork)]
+            remaining_forks = running_forks[: targets.get(id, 0)]
             remaining_ids = {fork.id for fork in remaining_forks}
             surplus += [fork for fork in ready_forks if fork.id not in remaining_ids]
             self._ready_forks[id] = remaining_forks

@@ -65,7 +65,7 @@ class Recovery:
                 self._context.background.start(self._restart(sandbox.id))
         else:
             self._machines.mark_if_stopped(sandbox)
-            if self._host.guest_mounts(sandbox):
+            if self._host.list_guest_mounts(sandbox):
                 self._context.background.start(self._attachments.complete_mounts(sandbox.id))
 
     async def _restart(self, id: str) -> None:

@@ -94,7 +94,7 @@ class RoomMonitor:
         If the host hangs, later calls wait for the same report, so that they do not pile up.
         """
         if self._room_task is None or self._room_task.done():
-            self._room_task = asyncio.ensure_future(self._host.room())
+            self._room_task = asyncio.ensure_future(self._host.measure_room())
             # Retrieve an exception even if all callers have given up waiting for it.
             self._room_task.add_done_callback(lambda reading: reading.cancelled() or reading.exception())
         try:
@@ -111,7 +111,7 @@ class RoomMonitor:
 
     async def require_room_for_machines(self, count: int) -> None:
         """Raise NoSpace if the host has no room for ``count`` more machines."""
-        self._require_space_for_machines(await self._host.room(), count)
+        self._require_space_for_machines(await self._host.measure_room(), count)
 
     def _require_space_for_machines(self, room: Room, count: int) -> None:
         self._require_disk_space(room, 0, "a fork")
@@ -129,7 +129,7 @@ class RoomMonitor:
 
         ``fork_count``: the number of machines that are started from the capture and also need room.
         """
-        room = await self._host.room()
+        room = await self._host.measure_room()
         if fork_count:
             self._require_space_for_machines(room, fork_count)
         if memory and room.memory_disk is not None:
@@ -139,7 +139,7 @@ class RoomMonitor:
         needed_bytes = sandbox.resources.memory_mb * _MIB if memory else 0
         if needed_bytes and not self.has_disk_space(room, needed_bytes):
             # A capture writes at most the memory that the machine really uses, which takes longer to find out.
-            needed_bytes = min(needed_bytes, (await self._host.usage(sandbox, with_disk=False)).memory_bytes)
+            needed_bytes = min(needed_bytes, (await self._host.measure_usage(sandbox, with_disk=False)).memory_bytes)
         self._require_disk_space(room, needed_bytes, f"a capture of {sandbox.name}")
 
     @contextlib.asynccontextmanager
@@ -151,7 +151,7 @@ class RoomMonitor:
         Raises NoSpace if an import of this much data would leave less free space than the reserve. ``subject``: the
         import, as named in that error.
         """
-        room = await self._host.room()
+        room = await self._host.measure_room()
         if room.memory_disk is None:
             disk_bytes, memory_bytes = disk_bytes + memory_bytes, 0
         elif memory_bytes:
@@ -184,7 +184,7 @@ class RoomMonitor:
         if disk.problem or not reserve_bytes:
             return  # A capture reports the problem itself.
         if disk.free - needed_bytes < reserve_bytes:
-            usage = await self._host.usage(sandbox, with_disk=False)
+            usage = await self._host.measure_usage(sandbox, with_disk=False)
             needed_bytes = min(needed_bytes, usage.memory_bytes + usage.image_bytes)
         if disk.free - needed_bytes < reserve_bytes:
             raise NoSpace(
@@ -220,7 +220,7 @@ class RoomMonitor:
 
     async def _check(self) -> None:
         """Find stalled machines. While enough disk space is free, check only every ``_FULL_CHECK_INTERVAL_SECONDS``."""
-        free_mb = (await self._host.room()).disk_free // _MIB
+        free_mb = (await self._host.measure_room()).disk_free // _MIB
         is_disk_low = free_mb < max(self._limits.free_disk_mb, _MIN_FREE_DISK_MB)
         if is_disk_low or self._was_disk_low or self._stalled_ids or time.monotonic() >= self._next_full_check_at:
             self._next_full_check_at = time.monotonic() + _FULL_CHECK_INTERVAL_SECONDS

@@ -107,7 +107,7 @@ class Sandboxes:
         if sandbox.state is SandboxState.PAUSED:
             return Usage(disk_bytes=0, memory_bytes=0)
         async with _limited(_USAGE_SECONDS, f"the usage of sandbox {sandbox.name} could not be measured"):
-            return await self._host.usage(sandbox)
+            return await self._host.measure_usage(sandbox)
 
     @measured("sandbox.update")
     async def update(self, ref: str, *, metadata: dict[str, str] | None = None, name: str | None = None) -> Sandbox:

@@ -193,7 +193,7 @@ class Templates:
 
     async def compute_guest_digest(self) -> str:
         """Return the digest of the guest files that this gateway uses to build templates."""
-        return await asyncio.to_thread(self._context.host.guest_digest)
+        return await asyncio.to_thread(self._context.host.compute_guest_digest)
 
     def get_build(self, template_ref: str, build_id: str = "") -> Build:
         """Return the build ``build_id`` of a template, by default its newest build. ``template_ref``: an id or name."""
@@ -310,7 +310,7 @@ class Templates:
         """Return the digest of the recipe's source, or of the last build if the source must not be read."""
         if recipe.source is Source.TEMPLATE:
             return self.get(recipe.template).id
-        digest = await self._context.host.source_digest(recipe, login)
+        digest = await self._context.host.compute_source_digest(recipe, login)
         if digest is not None:
             return digest
         builds = ((build.recipe, build.source_digest) for build in reversed(self._builds.values()))

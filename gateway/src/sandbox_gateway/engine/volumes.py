@@ -52,7 +52,7 @@ class Volumes:
         return self._index.list_mounts(volume)
 
     async def get_state(self, ref: str) -> VolumeState:
-        return await self._host.volume_state(self.get(ref))
+        return await self._host.read_volume_state(self.get(ref))
 
     @measured("volume.create")
     async def create(self, name: str, size_mb: int | None = None, from_snapshot: str | None = None) -> Volume:

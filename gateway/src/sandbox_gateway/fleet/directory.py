@@ -187,7 +187,7 @@ class Directory:
         if not machines:
             return
         reserve = self._engine.config.limits.free_memory_mb << 20
-        free = (await self._engine.host.room()).memory_free
+        free = (await self._engine.host.measure_room()).memory_free
         count = len(self._starting_machines) + len(machines)
         if reserve and free - count * MACHINE_START_BYTES < reserve:
             raise NoSpace(

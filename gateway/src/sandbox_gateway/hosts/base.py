@@ -328,10 +328,10 @@ class Host(Protocol):
         Empty: machines have no memory that can be restored.
         """
 
-    async def room(self) -> Room:
+    async def measure_room(self) -> Room:
         """Return the size and the free space of the disk that stores this host's state, and of the host's memory."""
 
-    def storage_commands(self) -> StorageCommands | None:
+    def get_storage_commands(self) -> StorageCommands | None:
         """Return the state of the host's storage commands, or None if this kind of host has none. Does not block."""
 
     async def find_stalled_instances(self) -> set[str]:
@@ -345,13 +345,13 @@ class Host(Protocol):
 
     # -- templates --------------------------------------------------------------------------------------------------
 
-    def guest_digest(self) -> str:
+    def compute_guest_digest(self) -> str:
         """Return the result of `guest_digest.digest_guest` for templates of this host. The call may read files."""
 
     async def check_recipe(self, recipe: Recipe) -> None:
         """Raise Unsupported if the recipe is known to be for a different kind of host. The call reads no files."""
 
-    async def source_digest(self, recipe: Recipe, login: RegistryLogin | None = None) -> str | None:
+    async def compute_source_digest(self, recipe: Recipe, login: RegistryLogin | None = None) -> str | None:
         """Return a digest of the directory, tarball or image that ``recipe`` names; "" if it names none.
 
         ``login``: for the image's registry. None: the host's own credentials.
@@ -364,8 +364,8 @@ class Host(Protocol):
     ) -> str:
         """Create a file system from ``recipe`` and commit it as the snapshot ``base``, which has no memory.
 
-        ``source_digest``: the result of ``source_digest`` with ``login`` when the build was requested. Returns the
-        start command that the recipe's image declares; "" if there is none.
+        ``source_digest``: the result of ``compute_source_digest`` with ``login`` when the build was requested. Returns
+        the start command that the recipe's image declares; "" if there is none.
         """
 
     def read_step_programs(self) -> Mapping[str, str]:
@@ -433,7 +433,7 @@ class Host(Protocol):
     def get_file_paths(self, snapshot: Snapshot) -> dict[str, str]:
         """Return a snapshot's paths, for display: ``dir``, and ``memory`` and ``vmstate`` if it has such files."""
 
-    def memory_problem(self, snapshot: Snapshot) -> str:
+    def find_memory_problem(self, snapshot: Snapshot) -> str:
         """Return, as a clause, why a snapshot's memory cannot be restored now.
 
         Returns "" if it can be restored, or if the snapshot has no memory.
@@ -496,7 +496,7 @@ class Host(Protocol):
     async def remove_volume(self, volume: Volume) -> None:
         """Remove a volume that no sandbox mounts, and its snapshots, atomically."""
 
-    async def volume_state(self, volume: Volume) -> VolumeState:
+    async def read_volume_state(self, volume: Volume) -> VolumeState:
         """Return how many bytes a volume uses, and its failing unmounts."""
 
     async def capture_volume(self, volume: Volume, snapshot: VolumeSnapshot) -> None:
@@ -526,13 +526,13 @@ class Host(Protocol):
     async def attach(self, sandbox: Sandbox, mount: Mount) -> None:
         """Give the running instance access to a volume. Raises Invalid for a path that cannot be a mount point.
 
-        The agent then performs the mounts that ``guest_mounts`` returns.
+        The agent then performs the mounts that ``list_guest_mounts`` returns.
         """
 
     async def detach(self, sandbox: Sandbox, mount: Mount) -> None:
         """Unmount a volume that ``sandbox.mounts`` no longer contains, even if the instance is using it."""
 
-    def guest_mounts(self, sandbox: Sandbox) -> list[GuestMount]:
+    def list_guest_mounts(self, sandbox: Sandbox) -> list[GuestMount]:
         """Return the mounts that the agent of the running instance must perform for ``sandbox.mounts``, in order."""
 
     # -- network ----------------------------------------------------------------------------------------------------
@@ -543,10 +543,10 @@ class Host(Protocol):
     async def apply_network(self, sandbox: Sandbox, policy: NetworkPolicy) -> None:
         """Apply ``policy`` to the running instance. Raises the same errors as ``check_network``."""
 
-    def name_servers(self) -> list[str]:
+    def list_name_servers(self) -> list[str]:
         """Return the addresses of the name servers for sandboxes."""
 
-    def endpoint(self, sandbox: Sandbox) -> Endpoint:
+    def get_endpoint(self, sandbox: Sandbox) -> Endpoint:
         """Return the endpoint of the running instance."""
 
     # -- state of sandboxes -----------------------------------------------------------------------------------------
@@ -558,17 +558,17 @@ class Host(Protocol):
         or not they wait, only a few lookups run at a time. Raises GatewayError if the instance does not exist.
         """
 
-    async def usage(self, sandbox: Sandbox, *, with_disk: bool = True) -> Usage:
+    async def measure_usage(self, sandbox: Sandbox, *, with_disk: bool = True) -> Usage:
         """Return the resource usage of the instance. Raises GatewayError if the instance does not exist.
 
         ``with_disk``: measure the disk, which takes long if the guest has fragmented it. If not, ``disk_bytes`` is 0.
         """
 
-    async def loads(self, sandboxes: Sequence[Sandbox]) -> dict[str, Load]:
+    async def measure_loads(self, sandboxes: Sequence[Sandbox]) -> dict[str, Load]:
         """Return the load of each instance whose machine is running. It is called often, so it must be cheap."""
 
-    async def console(self, sandbox: Sandbox) -> str:
+    async def read_console(self, sandbox: Sandbox) -> str:
         """Return the tail of the instance's console output, or "" if there is none. The machine may have stopped."""
 
-    def end_reason(self, sandbox: Sandbox) -> str:
+    def find_end_reason(self, sandbox: Sandbox) -> str:
         """Return, as a clause, why the instance's machine is not running, or "" while it runs."""

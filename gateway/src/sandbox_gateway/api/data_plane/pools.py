@@ -39,7 +39,7 @@ class MachineConnections:
 
     def is_alive(self) -> bool:
         """Return whether the machine still exists. Its address may be reused even before ``end_future`` is done."""
-        return not self.end_future.done() and not self._engine.host.end_reason(self._sandbox)
+        return not self.end_future.done() and not self._engine.host.find_end_reason(self._sandbox)
 
     async def end(self) -> None:
         if not self.end_future.done():

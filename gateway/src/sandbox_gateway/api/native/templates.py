@@ -294,7 +294,7 @@ def _describe_ready_template(engine: Engine, template: Snapshot, guest_digest: s
         is_outdated=is_outdated(template, guest_digest),
         forks=len(engine.references.find_users(template).blocking_sandboxes),
         prewarm=engine.prewarm.get_level(template),
-        memory_problem=engine.host.memory_problem(template),
+        memory_problem=engine.host.find_memory_problem(template),
         **describe_host(engine.config),
     )
 

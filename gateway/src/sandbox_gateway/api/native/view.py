@@ -65,7 +65,7 @@ class View:
             backend=self.backend,
             forks=len(users.blocking_sandboxes),
             prewarm=self.engine.prewarm.get_level(snapshot),
-            memory_problem=self.engine.host.memory_problem(snapshot),
+            memory_problem=self.engine.host.find_memory_problem(snapshot),
             mounts=self._describe_mounts(snapshot.mounts),
             volumes=[
                 shapes.VolumeCaptureShape(name=self._find_volume_name(capture.volume), snapshot_id=capture.snapshot)

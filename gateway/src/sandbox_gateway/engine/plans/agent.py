@@ -12,7 +12,7 @@ from sandbox_gateway.records import Sandbox
 
 
 class PlannedAgent(AgentClient):
-    async def identify(self, identity: Identity, *, seconds: float, end_reason: Callable[[], str]) -> None:
+    async def identify(self, identity: Identity, *, seconds: float, find_end_reason: Callable[[], str]) -> None:
         pass
 
     async def call(self, path: str, body: dict[str, Any] | None, **limits: Any) -> dict[str, Any]:

@@ -78,7 +78,7 @@ class PlannedHost:
     def describe_platform(self) -> Mapping[str, str]:
         return self._real_host.describe_platform()
 
-    async def room(self) -> Room:
+    async def measure_room(self) -> Room:
         return await self._room.read()
 
     async def compute_freed_memory(self) -> int:
@@ -89,7 +89,7 @@ class PlannedHost:
         """Return the number of sandboxes of the real host."""
         return len(self._engine.index.sandboxes)
 
-    def storage_commands(self) -> None:
+    def get_storage_commands(self) -> None:
         """Return None, because a planned host does not run commands."""
 
     async def find_stalled_instances(self) -> set[str]:
@@ -98,11 +98,11 @@ class PlannedHost:
     async def resume_stalled(self, sandbox: Sandbox) -> None:
         pass
 
-    def guest_digest(self) -> str:
-        return self._real_host.guest_digest()
+    def compute_guest_digest(self) -> str:
+        return self._real_host.compute_guest_digest()
 
-    def name_servers(self) -> list[str]:
-        return self._real_host.name_servers()
+    def list_name_servers(self) -> list[str]:
+        return self._real_host.list_name_servers()
 
     def on_exit(self, callback: Callable[[str], None]) -> None:
         pass
@@ -145,16 +145,16 @@ class PlannedHost:
     async def apply_network(self, sandbox: Sandbox, policy: NetworkPolicy) -> None:
         pass
 
-    def end_reason(self, sandbox: Sandbox) -> str:
+    def find_end_reason(self, sandbox: Sandbox) -> str:
         if sandbox.instance in self._started_instances:
             return ""
-        return _STOP_REASON if sandbox.instance in self._stopped_instances else self._real_host.end_reason(sandbox)
+        return _STOP_REASON if sandbox.instance in self._stopped_instances else self._real_host.find_end_reason(sandbox)
 
-    def endpoint(self, sandbox: Sandbox) -> Endpoint:
+    def get_endpoint(self, sandbox: Sandbox) -> Endpoint:
         """Return the endpoint of a real instance. Raises Conflict for any other: only a run gives it an address."""
         if sandbox.instance in self._started_instances:
             raise Conflict(f"sandbox {sandbox.name} exists only in the plan")
-        return self._real_host.endpoint(sandbox)
+        return self._real_host.get_endpoint(sandbox)
 
     async def has_diverged(self, sandbox: Sandbox, head: Snapshot) -> bool:
         """Return whether a real instance has diverged from its real head, as far as its disk shows.
@@ -168,16 +168,16 @@ class PlannedHost:
             raise Conflict(f"whether sandbox {sandbox.name} has diverged is only known after the run")
         return await self._real_host.has_diverged(real_sandbox, head)
 
-    async def usage(self, sandbox: Sandbox, *, with_disk: bool = True) -> Usage:
+    async def measure_usage(self, sandbox: Sandbox, *, with_disk: bool = True) -> Usage:
         if self._is_real(sandbox):
-            return await self._real_host.usage(sandbox, with_disk=with_disk)
+            return await self._real_host.measure_usage(sandbox, with_disk=with_disk)
         return Usage(disk_bytes=0, memory_bytes=MACHINE_START_BYTES)
 
-    async def loads(self, sandboxes: Sequence[Sandbox]) -> dict[str, Load]:
-        return await self._real_host.loads([each for each in sandboxes if self._is_real(each)])
+    async def measure_loads(self, sandboxes: Sequence[Sandbox]) -> dict[str, Load]:
+        return await self._real_host.measure_loads([each for each in sandboxes if self._is_real(each)])
 
-    async def console(self, sandbox: Sandbox) -> str:
-        return await self._real_host.console(sandbox) if self._is_real(sandbox) else ""
+    async def read_console(self, sandbox: Sandbox) -> str:
+        return await self._real_host.read_console(sandbox) if self._is_real(sandbox) else ""
 
     def _is_real(self, sandbox: Sandbox) -> bool:
         return sandbox.instance not in self._started_instances and sandbox.instance not in self._stopped_instances
@@ -187,10 +187,10 @@ class PlannedHost:
     async def check_recipe(self, recipe: Recipe) -> None:
         await self._real_host.check_recipe(recipe)
 
-    async def source_digest(self, recipe: Recipe, login: RegistryLogin | None = None) -> str | None:
+    async def compute_source_digest(self, recipe: Recipe, login: RegistryLogin | None = None) -> str | None:
         """Let the real host compute the digest, but only for administrators. It reads files, or queries a registry."""
         if may_read_sources.get() or not (recipe.path or recipe.image):
-            return await self._real_host.source_digest(recipe, login)
+            return await self._real_host.compute_source_digest(recipe, login)
         await self._real_host.check_recipe(recipe)
         return None
 
@@ -221,8 +221,8 @@ class PlannedHost:
     def get_file_paths(self, snapshot: Snapshot) -> dict[str, str]:
         return self._real_host.get_file_paths(snapshot) if self._has_snapshot(snapshot) else {"dir": ""}
 
-    def memory_problem(self, snapshot: Snapshot) -> str:
-        return self._real_host.memory_problem(snapshot) if self._has_snapshot(snapshot) else ""
+    def find_memory_problem(self, snapshot: Snapshot) -> str:
+        return self._real_host.find_memory_problem(snapshot) if self._has_snapshot(snapshot) else ""
 
     async def find_export_bases(self, snapshot: Snapshot) -> Mapping[str, int]:
         """Return the bases of a real snapshot, or predict those of a snapshot that the session has created.
@@ -285,11 +285,11 @@ class PlannedHost:
     async def remove_volume(self, volume: Volume) -> None:
         await self._room.remove_volume(volume)
 
-    async def volume_state(self, volume: Volume) -> VolumeState:
+    async def read_volume_state(self, volume: Volume) -> VolumeState:
         """Return the state of a real volume. Raises Conflict for any other: only a run can measure it."""
         if volume.id not in self._engine.index.volumes:
             raise Conflict(f"volume {volume.name} exists only in the plan")
-        return await self._real_host.volume_state(volume)
+        return await self._real_host.read_volume_state(volume)
 
     async def capture_volume(self, volume: Volume, snapshot: VolumeSnapshot) -> None:
         self._charge(_measure(snapshot))
@@ -318,7 +318,7 @@ class PlannedHost:
     async def detach(self, sandbox: Sandbox, mount: Mount) -> None:
         pass
 
-    def guest_mounts(self, sandbox: Sandbox) -> list[GuestMount]:
+    def list_guest_mounts(self, sandbox: Sandbox) -> list[GuestMount]:
         return []
 
 

@@ -45,7 +45,7 @@ class PlannedRoom:
 
     async def read(self) -> Room:
         """Return the room that the run would find."""
-        room = await self._host.room()
+        room = await self._host.measure_room()
         memory_bytes = await self.compute_freed_memory()
         disk_bytes = self._removed_disk_bytes
         for machine in self._stopped_machines.values():
@@ -69,14 +69,14 @@ class PlannedRoom:
         for machine in self._stopped_machines.values():
             usage = await self._measure(machine)
             # The machine may have stopped in the meantime. Its memory is then already free.
-            if not self._host.end_reason(machine.sandbox):
+            if not self._host.find_end_reason(machine.sandbox):
                 memory_bytes += max(usage.memory_bytes, MACHINE_START_BYTES)
         return memory_bytes
 
     async def _measure(self, machine: _StoppedMachine) -> Usage:
         if machine.usage is None:
             try:
-                machine.usage = await self._host.usage(machine.sandbox, with_disk=False)
+                machine.usage = await self._host.measure_usage(machine.sandbox, with_disk=False)
             except GatewayError:
                 return Usage(disk_bytes=0, memory_bytes=0)
         return machine.usage
@@ -106,7 +106,7 @@ class PlannedRoom:
 
     async def remove_volume(self, volume: Volume) -> None:
         if volume.id in self._index:
-            self._removed_disk_bytes += (await self._host.volume_state(volume)).used_bytes
+            self._removed_disk_bytes += (await self._host.read_volume_state(volume)).used_bytes
 
 
 def _clamp(size: int, total: int) -> int:

@@ -59,7 +59,7 @@ class Bases:
                 with contextlib.suppress(GatewayError):
                     async with self._collector.pinned_then_collected(snapshot):
                         source = await self._host.open_snapshot(
-                            snapshot, memory=has_memory and not self._host.memory_problem(snapshot)
+                            snapshot, memory=has_memory and not self._host.find_memory_problem(snapshot)
                         )
                     stack.callback(source.close)
                     sources.append(source)

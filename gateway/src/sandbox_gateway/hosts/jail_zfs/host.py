@@ -66,7 +66,7 @@ from sandbox_gateway.hosts.state_root import create_state_root
 from sandbox_gateway.hosts.threads import run_in_thread
 from sandbox_gateway.image_references import RegistryLogin
 from sandbox_gateway.log import Logger
-from sandbox_gateway.recipes import Recipe, Source, source_digest
+from sandbox_gateway.recipes import Recipe, Source, compute_source_digest
 from sandbox_gateway.records import MemoryMode, Mount, NetworkPolicy, Sandbox, Snapshot, Volume, VolumeSnapshot
 from sandbox_gateway.tasks import BackgroundTasks, finish_despite_cancellation
 
@@ -168,13 +168,13 @@ class JailZfsHost:
     def describe_platform(self) -> Mapping[str, str]:
         return {}
 
-    async def room(self) -> Room:
+    async def measure_room(self) -> Room:
         (disk_free, disk_total), memory = await asyncio.gather(
             self._calls.run(self._storage.measure_space), read_memory(self._run)
         )
         return Room(disk_free, disk_total, *memory)
 
-    def storage_commands(self) -> StorageCommands:
+    def get_storage_commands(self) -> StorageCommands:
         slow_commands = [
             SlowCommand(each.command, each.name, each.started_at, each.was_killed) for each in list_slow_commands()
         ]
@@ -192,16 +192,16 @@ class JailZfsHost:
 
     # -- templates --------------------------------------------------------------------------------------------------
 
-    def guest_digest(self) -> str:
-        return rootfs.guest_digest()
+    def compute_guest_digest(self) -> str:
+        return rootfs.compute_guest_digest()
 
     async def check_recipe(self, recipe: Recipe) -> None:
         if recipe.source is Source.IMAGE:
             raise await create_image_refusal(self._run)
 
-    async def source_digest(self, recipe: Recipe, login: RegistryLogin | None = None) -> str:
+    async def compute_source_digest(self, recipe: Recipe, login: RegistryLogin | None = None) -> str:
         await self.check_recipe(recipe)
-        return await run_in_thread(source_digest, recipe)
+        return await run_in_thread(compute_source_digest, recipe)
 
     async def build_base(
         self, base: Snapshot, recipe: Recipe, source_digest: str, log: Log, login: RegistryLogin | None = None
@@ -302,7 +302,7 @@ class JailZfsHost:
     def get_file_paths(self, snapshot: Snapshot) -> dict[str, str]:
         return {"dir": str(snapshot.host.get("zfsSnapshot", ""))}
 
-    def memory_problem(self, snapshot: Snapshot) -> str:
+    def find_memory_problem(self, snapshot: Snapshot) -> str:
         return ""
 
     async def find_export_bases(self, snapshot: Snapshot) -> Mapping[str, int]:
@@ -378,7 +378,7 @@ class JailZfsHost:
     async def remove_volume(self, volume: Volume) -> None:
         await self._volumes.remove(volume)
 
-    async def volume_state(self, volume: Volume) -> VolumeState:
+    async def read_volume_state(self, volume: Volume) -> VolumeState:
         return await self._volumes.state(volume)
 
     async def capture_volume(self, volume: Volume, snapshot: VolumeSnapshot) -> None:
@@ -421,7 +421,7 @@ class JailZfsHost:
     async def detach(self, sandbox: Sandbox, mount: Mount) -> None:
         await self._volumes.detach(sandbox, mount)
 
-    def guest_mounts(self, sandbox: Sandbox) -> list[GuestMount]:
+    def list_guest_mounts(self, sandbox: Sandbox) -> list[GuestMount]:
         """Return an empty list, because the host mounts volumes in jails."""
         return []
 
@@ -433,10 +433,10 @@ class JailZfsHost:
     async def apply_network(self, sandbox: Sandbox, policy: NetworkPolicy) -> None:
         await self._runner.change_policy(sandbox, policy)
 
-    def name_servers(self) -> list[str]:
-        return self._network.name_servers()
+    def list_name_servers(self) -> list[str]:
+        return self._network.list_name_servers()
 
-    def endpoint(self, sandbox: Sandbox) -> Endpoint:
+    def get_endpoint(self, sandbox: Sandbox) -> Endpoint:
         address = self._register.require_running(sandbox).epair.address
         return Endpoint(address, key=read_gateway_key(self._identities.path(sandbox.instance)))
 
@@ -445,14 +445,14 @@ class JailZfsHost:
     async def has_diverged(self, sandbox: Sandbox, head: Snapshot) -> bool:
         return await self._disk_queries.run(sandbox.instance, lambda: self._disks.has_diverged(sandbox, head))
 
-    async def usage(self, sandbox: Sandbox, *, with_disk: bool = True) -> Usage:
+    async def measure_usage(self, sandbox: Sandbox, *, with_disk: bool = True) -> Usage:
         disk_bytes = 0
         if with_disk:
             disk_bytes = await self._disk_queries.run(sandbox.instance, lambda: self._disks.count_unique_bytes(sandbox))
         machine = self._register.get(sandbox.instance)
         return Usage(disk_bytes, await self._limits.read_memory_bytes(machine.jail) if machine else 0)
 
-    async def loads(self, sandboxes: Sequence[Sandbox]) -> dict[str, Load]:
+    async def measure_loads(self, sandboxes: Sequence[Sandbox]) -> dict[str, Load]:
         machines = {
             sandbox.instance: machine
             for sandbox in sandboxes
@@ -469,11 +469,11 @@ class JailZfsHost:
             for instance, machine in machines.items()
         }
 
-    async def console(self, sandbox: Sandbox) -> str:
+    async def read_console(self, sandbox: Sandbox) -> str:
         """Return "", because a jail has no console."""
         return ""
 
-    def end_reason(self, sandbox: Sandbox) -> str:
+    def find_end_reason(self, sandbox: Sandbox) -> str:
         machine = self._register.get(sandbox.instance)
         if machine is None:
             return "its jail is not running"

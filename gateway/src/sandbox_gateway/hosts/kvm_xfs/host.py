@@ -63,7 +63,7 @@ from sandbox_gateway.hosts.state_root import create_state_root
 from sandbox_gateway.hosts.threads import run_in_thread
 from sandbox_gateway.image_references import RegistryLogin, parse_image_reference
 from sandbox_gateway.log import Logger
-from sandbox_gateway.recipes import Recipe, Source, source_digest
+from sandbox_gateway.recipes import Recipe, Source, compute_source_digest
 from sandbox_gateway.records import (
     MemoryMode,
     Mount,
@@ -165,11 +165,11 @@ class KvmXfsHost:
     def describe_platform(self) -> Mapping[str, str]:
         return asdict(self.platform)
 
-    async def room(self) -> Room:
+    async def measure_room(self) -> Room:
         with translated_os_errors():
             return await asyncio.to_thread(_read_room, self._config.host.state_root, self._memory_roots)
 
-    def storage_commands(self) -> None:
+    def get_storage_commands(self) -> None:
         """Return None, because this host stores data with system calls, not commands."""
 
     async def find_stalled_instances(self) -> set[str]:
@@ -185,16 +185,16 @@ class KvmXfsHost:
 
     # -- templates --------------------------------------------------------------------------------------------------
 
-    def guest_digest(self) -> str:
-        return guest_files.guest_digest()
+    def compute_guest_digest(self) -> str:
+        return guest_files.compute_guest_digest()
 
     async def check_recipe(self, recipe: Recipe) -> None:
         pass
 
-    async def source_digest(self, recipe: Recipe, login: RegistryLogin | None = None) -> str:
+    async def compute_source_digest(self, recipe: Recipe, login: RegistryLogin | None = None) -> str:
         if recipe.source is Source.IMAGE:
             return await resolve_digest(parse_image_reference(recipe.image), self._config.kvm_xfs, login)
-        return await asyncio.to_thread(source_digest, recipe)
+        return await asyncio.to_thread(compute_source_digest, recipe)
 
     async def build_base(
         self, base: Snapshot, recipe: Recipe, source_digest: str, log: Log, login: RegistryLogin | None = None
@@ -350,8 +350,8 @@ class KvmXfsHost:
     def get_file_paths(self, snapshot: Snapshot) -> dict[str, str]:
         return self._snapshots.get_file_paths(snapshot)
 
-    def memory_problem(self, snapshot: Snapshot) -> str:
-        return self._memory_roots.memory_problem(snapshot)
+    def find_memory_problem(self, snapshot: Snapshot) -> str:
+        return self._memory_roots.find_memory_problem(snapshot)
 
     async def find_export_bases(self, snapshot: Snapshot) -> Mapping[str, int]:
         """Return {}, because files with the images of virtual machines are always whole."""
@@ -415,7 +415,7 @@ class KvmXfsHost:
     async def remove_volume(self, volume: Volume) -> None:
         await self._volumes.remove(volume)
 
-    async def volume_state(self, volume: Volume) -> VolumeState:
+    async def read_volume_state(self, volume: Volume) -> VolumeState:
         return await self._volumes.state(volume)
 
     async def capture_volume(self, volume: Volume, snapshot: VolumeSnapshot) -> None:
@@ -437,13 +437,13 @@ class KvmXfsHost:
         return await self._volumes.begin_import(volume, size)
 
     async def attach(self, sandbox: Sandbox, mount: Mount) -> None:
-        await self._volumes.attach(sandbox, mount, self.endpoint(sandbox).address)
+        await self._volumes.attach(sandbox, mount, self.get_endpoint(sandbox).address)
 
     async def detach(self, sandbox: Sandbox, mount: Mount) -> None:
         await self._volumes.detach(sandbox, mount)
 
-    def guest_mounts(self, sandbox: Sandbox) -> list[GuestMount]:
-        return self._volumes.guest_mounts(sandbox)
+    def list_guest_mounts(self, sandbox: Sandbox) -> list[GuestMount]:
+        return self._volumes.list_guest_mounts(sandbox)
 
     # -- network ----------------------------------------------------------------------------------------------------
 
@@ -453,10 +453,10 @@ class KvmXfsHost:
     async def apply_network(self, sandbox: Sandbox, policy: NetworkPolicy) -> None:
         await self._network_slots.apply(self._machines.require_running(sandbox).slot, policy)
 
-    def name_servers(self) -> list[str]:
+    def list_name_servers(self) -> list[str]:
         return find_name_servers(self._config.network)
 
-    def endpoint(self, sandbox: Sandbox) -> Endpoint:
+    def get_endpoint(self, sandbox: Sandbox) -> Endpoint:
         machine, slot = self._machines.require_running(sandbox)
         return Endpoint(slot.host_address, machine.line if sandbox.host.get("line") else None)
 
@@ -471,7 +471,7 @@ class KvmXfsHost:
         with _removal_explained(sandbox):
             return await self._disk_queries.run(sandbox.instance, compare)
 
-    async def usage(self, sandbox: Sandbox, *, with_disk: bool = True) -> Usage:
+    async def measure_usage(self, sandbox: Sandbox, *, with_disk: bool = True) -> Usage:
         files = self._layout.instance(sandbox)
 
         async def measure_disk() -> int:
@@ -484,7 +484,7 @@ class KvmXfsHost:
         memory_bytes = await asyncio.to_thread(started_machine.machine.read_memory_bytes) if started_machine else 0
         return Usage(disk_bytes=disk_bytes, memory_bytes=memory_bytes, image_bytes=image_bytes)
 
-    async def loads(self, sandboxes: Sequence[Sandbox]) -> dict[str, Load]:
+    async def measure_loads(self, sandboxes: Sequence[Sandbox]) -> dict[str, Load]:
         machines = {
             sandbox.instance: started_machine.machine
             for sandbox in sandboxes
@@ -494,11 +494,11 @@ class KvmXfsHost:
         measurements = await asyncio.to_thread(lambda: {key: machine.load() for key, machine in machines.items()})
         return {instance: load for instance, load in measurements.items() if load is not None}
 
-    async def console(self, sandbox: Sandbox) -> str:
+    async def read_console(self, sandbox: Sandbox) -> str:
         started_machine = self._machines.find(sandbox)
-        return await started_machine.machine.console() if started_machine else ""
+        return await started_machine.machine.read_console() if started_machine else ""
 
-    def end_reason(self, sandbox: Sandbox) -> str:
+    def find_end_reason(self, sandbox: Sandbox) -> str:
         started_machine = self._machines.find(sandbox)
         if started_machine is None:
             return "its machine is not running"

@@ -49,7 +49,7 @@ def check_recipe(recipe: Recipe) -> None:
         )
 
 
-def guest_digest() -> str:
+def compute_guest_digest() -> str:
     """Return a digest of the inputs of every template: agent, builder, and the path of the identity's files."""
     return digest_guest(Path(__file__), IDENTITY)
 

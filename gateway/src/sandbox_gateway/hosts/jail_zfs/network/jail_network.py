@@ -36,12 +36,12 @@ class JailNetwork:
         await self._pf.close()
         await self.bridge.close()
 
-    def name_servers(self) -> list[str]:
+    def list_name_servers(self) -> list[str]:
         return find_name_servers(self._config.network)
 
     def list_visible_name_servers(self, policy: NetworkPolicy) -> list[str]:
         """Return the name servers for the resolv.conf of a jail with this policy."""
-        return self.name_servers() if policy.allows_egress else []
+        return self.list_name_servers() if policy.allows_egress else []
 
     async def connect(self, jail: str, epair: Epair, policy: NetworkPolicy) -> None:
         """Create an epair and load the rules of its jail. Call this before the jail is created."""
@@ -58,7 +58,7 @@ class JailNetwork:
 
     async def _load_rules(self, jail: str, epair: Epair, policy: NetworkPolicy) -> None:
         """Replace the rules of a jail atomically. They only apply to new connections."""
-        await self._pf.apply(jail, epair, policy, self.name_servers())
+        await self._pf.apply(jail, epair, policy, self.list_name_servers())
 
     async def change_policy(self, jail: str, epair: Epair, policy: NetworkPolicy) -> None:
         """Replace the rules of a jail, and apply them to open connections as well as new ones."""

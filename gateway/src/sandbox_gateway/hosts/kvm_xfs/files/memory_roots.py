@@ -73,7 +73,7 @@ class MemoryRoots:
             )
         return directory
 
-    def memory_problem(self, snapshot: Snapshot) -> str:
+    def find_memory_problem(self, snapshot: Snapshot) -> str:
         """Return why the memory of a snapshot cannot be restored now, as a clause, or "" if it can."""
         memory_directory = MemoryDirectory.from_snapshot(snapshot)
         if snapshot.memory is MemoryMode.NONE or memory_directory is None:
@@ -90,7 +90,7 @@ class MemoryRoots:
 
     def require_memory(self, snapshot: Snapshot) -> None:
         """Raise Conflict if the memory of a snapshot cannot be restored now."""
-        if problem := self.memory_problem(snapshot):
+        if problem := self.find_memory_problem(snapshot):
             raise Conflict(
                 f"the memory of snapshot {snapshot.id} is not available: {problem}. Mount its memory root, or boot "
                 "from its disk with 'coldStart: true', or resume a paused sandbox with 'memory: false'"

@@ -224,7 +224,7 @@ class Machine:
             with contextlib.suppress(BackendFailed, Timeout):
                 await self.execute("remove-fd", {"fdset-id": fdset_id})
 
-    async def console(self) -> str:
+    async def read_console(self) -> str:
         """Return the tail of the guest's serial console.
 
         If QEMU has exited or does not answer, returns the first output since the machine booted, or "" for a machine

@@ -44,6 +44,6 @@ def render_network_script() -> str:
     return text
 
 
-def guest_digest() -> str:
+def compute_guest_digest() -> str:
     """Return a digest of the inputs of every template: agent, these files, the builder, and the kernel's arguments."""
     return digest_guest(resources.files(__package__), render_network_script(), KERNEL_ARGUMENTS, TCG_KERNEL_ARGUMENTS)

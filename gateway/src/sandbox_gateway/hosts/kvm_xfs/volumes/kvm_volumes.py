@@ -261,7 +261,7 @@ class KvmVolumes:
                 log.warning("a volume was not mounted because it is missing", sandbox=sandbox.id, volume=mount.volume)
         return [mount for mount in sandbox.mounts if mount.volume in self._shares]
 
-    def guest_mounts(self, sandbox: Sandbox) -> list[GuestMount]:
+    def list_guest_mounts(self, sandbox: Sandbox) -> list[GuestMount]:
         return [
             self._servers.create_guest_mount(share.volume, share.port, mount.path, mount.read_only)
             for mount in sandbox.mounts
