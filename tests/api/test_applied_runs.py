@@ -11,7 +11,7 @@ import pytest
 
 from sandbox_gateway.engine import own_changes
 from sandbox_gateway.engine.own_changes import OwnChanges
-from sandbox_gateway.engine.plans import runs
+from sandbox_gateway.engine.plans import applied_runs as runs_module
 from sandbox_gateway.errors import Busy, Gone
 from tests.support.memory_gateway import ADMIN_KEY, MemoryGateway
 
@@ -100,7 +100,7 @@ def test_a_runs_counted_changes_are_limited(monkeypatch: pytest.MonkeyPatch) -> 
 
 def test_the_number_of_runs_is_limited(monkeypatch: pytest.MonkeyPatch) -> None:
     async def run_scenario() -> None:
-        applied_runs = runs.AppliedRuns()
+        applied_runs = runs_module.AppliedRuns()
         first_run = applied_runs.open("a", "1")
         assert applied_runs.open("a", "1") is first_run
         applied_runs.open("a", "2")
@@ -109,17 +109,17 @@ def test_the_number_of_runs_is_limited(monkeypatch: pytest.MonkeyPatch) -> None:
         applied_runs.open("b", "1")
         with pytest.raises(Busy, match="limit of 3 applied runs for this gateway"):
             applied_runs.open("c", "1")
-        monkeypatch.setattr(runs, "MIN_IDLE_SECONDS", 0.0)
+        monkeypatch.setattr(runs_module, "MIN_IDLE_SECONDS", 0.0)
         applied_runs.get("a", first_run.id)
         applied_runs.open("c", "1")
         assert [len(applied_runs.list(owner)) for owner in "abc"] == [1, 1, 1]
         assert applied_runs.list("a") == [first_run], "the least recently used run has ended"
         with pytest.raises(Gone, match="make a new plan"):
             applied_runs.open("a", "2")
-        monkeypatch.setattr(runs, "IDLE_SECONDS", 0.0)
+        monkeypatch.setattr(runs_module, "IDLE_SECONDS", 0.0)
         with pytest.raises(Gone, match="Make a new plan"):
             applied_runs.get("a", first_run.id)
 
-    monkeypatch.setattr(runs, "MAX_RUNS", 3)
-    monkeypatch.setattr(runs, "MAX_RUNS_PER_KEY", 2)
+    monkeypatch.setattr(runs_module, "MAX_RUNS", 3)
+    monkeypatch.setattr(runs_module, "MAX_RUNS_PER_KEY", 2)
     asyncio.run(run_scenario())

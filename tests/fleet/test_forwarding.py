@@ -17,7 +17,7 @@ import httpx
 import pytest
 from websockets.exceptions import ConnectionClosed
 
-from sandbox_gateway.api.fleet.routes import ROUTES, AllHolders, ByBody, ByObject
+from sandbox_gateway.api.fleet.route_targets import ROUTES, AllHolders, ByBody, ByObject
 from sandbox_gateway.fleet import peers
 from tests.api.test_websocket import open_websocket, recording_service
 from tests.fleet.world import FleetHost, Held, Objects, World, connect_to_peer_listener

@@ -6,7 +6,7 @@ import re
 
 import pytest
 
-from sandbox_gateway.api.fleet.routes import (
+from sandbox_gateway.api.fleet.route_targets import (
     ROUTES,
     AllHolders,
     ByBody,

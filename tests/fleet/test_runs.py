@@ -16,8 +16,8 @@ from ansible_collections.grove.sandbox.plugins.module_utils import _sandbox
 
 from sandbox_gateway.api.fleet import runs
 from sandbox_gateway.api.fleet.runs import FleetRuns
+from sandbox_gateway.engine.plans.applied_runs import AppliedRun, AppliedRuns
 from sandbox_gateway.engine.plans.open_runs import OpenRuns
-from sandbox_gateway.engine.plans.runs import AppliedRun, AppliedRuns
 from sandbox_gateway.engine.plans.sessions import PlanSessions
 from tests.collection.test_artifact_modules import run_task
 from tests.fleet.world import FleetHost, Objects, World

@@ -19,7 +19,7 @@ import typer
 import yaml
 
 from sandbox_gateway import errors
-from sandbox_gateway.api.fleet.routes import ROUTES
+from sandbox_gateway.api.fleet.route_targets import ROUTES
 from sandbox_gateway.api.native.requests import CreateTemplate
 from sandbox_gateway.cli import app, formats
 from sandbox_gateway.config import Config

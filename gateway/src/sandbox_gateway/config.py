@@ -231,7 +231,7 @@ class Network(_Section):
     def _check_subnet(cls, value: str) -> str:
         network = ipaddress.IPv4Network(value)
         if network.prefixlen > 28:
-            raise ValueError("the subnet must be /28 or larger, because each sandbox needs four addresses")
+            raise ValueError("the subnet must be /28 or larger, because a sandbox on kvm_xfs needs four addresses")
         return value
 
 

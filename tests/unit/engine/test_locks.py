@@ -28,7 +28,7 @@ async def test_a_lock_is_exclusive_and_other_keys_are_independent() -> None:
 async def test_waiting_for_a_held_lock_times_out() -> None:
     locks = KeyedLocks(0.02)
     async with locks.held("a", "sandbox a"):
-        with pytest.raises(Busy, match="sandbox a is in use by another request"):
+        with pytest.raises(Busy, match="another request keeps sandbox a locked"):
             async with locks.held("a", "sandbox a"):
                 pass
     async with locks.held("a", "sandbox a"):

@@ -24,7 +24,7 @@ from sandbox_gateway.api.output import LargeResponseMiddleware
 from sandbox_gateway.api.unknown_fields import CheckFields
 from sandbox_gateway.config import Config
 from sandbox_gateway.engine.engine import Engine
-from sandbox_gateway.engine.plans.runs import AppliedRuns
+from sandbox_gateway.engine.plans.applied_runs import AppliedRuns
 from sandbox_gateway.engine.plans.sessions import PlanSessions
 from sandbox_gateway.errors import GatewayError
 

@@ -9,8 +9,8 @@ from fastapi import Depends, Header, Path, Request
 from sandbox_gateway.api.access.auth import Permission, get_applied_run_id, get_caller, get_plan_id, runs_code
 from sandbox_gateway.engine.engine import Engine
 from sandbox_gateway.engine.own_changes import own_changes
+from sandbox_gateway.engine.plans.applied_runs import AppliedRuns
 from sandbox_gateway.engine.plans.host import may_read_sources
-from sandbox_gateway.engine.plans.runs import AppliedRuns
 from sandbox_gateway.engine.plans.sessions import PlanSessions
 from sandbox_gateway.errors import Unsupported
 from sandbox_gateway.records import id_source

@@ -31,7 +31,7 @@ class KeyedLocks:
                 async with asyncio.timeout(self._seconds):
                     await lock.acquire()
             except TimeoutError:
-                raise Busy(f"{description} is in use by another request: try again later") from None
+                raise Busy(f"another request keeps {description} locked: try again later") from None
             try:
                 yield
             finally:

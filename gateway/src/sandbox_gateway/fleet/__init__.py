@@ -4,8 +4,8 @@ Imports go from api to fleet to engine. Without `[fleet]` in the configuration, 
 A module imports only modules below it in this list (tests/lint/imports.toml):
 
 * ``fleet``: creates the objects of all parts, and starts and stops them.
-* ``directory``: the names and ids of this gateway's objects, and the memory that starting machines need. ``runs``: the
-  gateways that have opened plan sessions and applied runs.
+* ``directory``: the names and ids of this gateway's objects, and the memory that starting machines need.
+  ``run_directory``: the gateways that have opened plan sessions and applied runs.
 * ``membership``: the lease and the record of this gateway.
 * ``holds``: forks on several hosts. ``lookups``: requests for names that the view does not know. ``peers``: connections
   to the other gateways. ``placement``: the choice of hosts for new sandboxes.

@@ -12,7 +12,7 @@ from sandbox_gateway.fleet.holds import Holds
 from sandbox_gateway.fleet.keys import Keys
 from sandbox_gateway.fleet.membership import Membership
 from sandbox_gateway.fleet.peers import Peers
-from sandbox_gateway.fleet.runs import RunDirectory
+from sandbox_gateway.fleet.run_directory import RunDirectory
 from sandbox_gateway.fleet.secret import check_secret_file
 from sandbox_gateway.fleet.store import Store, TlsFiles
 from sandbox_gateway.fleet.view import FleetView

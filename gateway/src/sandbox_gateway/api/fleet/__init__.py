@@ -1,6 +1,6 @@
 """The API of a fleet: its hosts, and requests that other gateways carry out. Imported only with `[fleet]`.
 
-``routes`` lists where the requests of each route are carried out. ``middleware`` follows it:
+``route_targets`` lists where the requests of each route are carried out. ``middleware`` follows it:
 
 * on the host of an object: ``locator`` finds the host, and ``forwarding`` sends the request there.
 * on all hosts: ``merging`` merges their lists and events.

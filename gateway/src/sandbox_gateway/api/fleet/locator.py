@@ -10,7 +10,7 @@ from urllib.parse import quote
 
 from sandbox_gateway.api.dependencies import MAX_REF_LENGTH
 from sandbox_gateway.api.fleet.forwarding import RawHeaders
-from sandbox_gateway.api.fleet.routes import Kind
+from sandbox_gateway.api.fleet.route_targets import Kind
 from sandbox_gateway.engine.engine import Engine
 from sandbox_gateway.engine.names import parse_build_id, remove_default_tag, split_tag
 from sandbox_gateway.errors import Conflict, NotFound

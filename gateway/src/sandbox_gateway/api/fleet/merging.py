@@ -21,7 +21,7 @@ from starlette.responses import JSONResponse, Response
 
 from sandbox_gateway.api.events import EventStream
 from sandbox_gateway.api.fleet.forwarding import RawHeaders
-from sandbox_gateway.api.fleet.routes import Merged
+from sandbox_gateway.api.fleet.route_targets import Merged
 from sandbox_gateway.api.paging import NEXT_TOKEN_HEADER, encode_token
 from sandbox_gateway.fleet.fleet import Fleet
 from sandbox_gateway.fleet.peers import Answer, HostUnavailable

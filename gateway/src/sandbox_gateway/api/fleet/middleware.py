@@ -25,7 +25,7 @@ from sandbox_gateway.api.fleet.locator import KNOWS_PATH, Locator
 from sandbox_gateway.api.fleet.merging import merge_events, merge_lists
 from sandbox_gateway.api.fleet.parts import RunPath, format_run_path, get_run_path
 from sandbox_gateway.api.fleet.placing import Placer, find_ref
-from sandbox_gateway.api.fleet.routes import (
+from sandbox_gateway.api.fleet.route_targets import (
     AllHolders,
     ByBody,
     ByObject,

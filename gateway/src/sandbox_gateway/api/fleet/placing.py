@@ -19,7 +19,7 @@ from sandbox_gateway.api.fleet.forwarding import Forwarder, get_target
 from sandbox_gateway.api.fleet.local import replay, run_locally
 from sandbox_gateway.api.fleet.locator import Locator
 from sandbox_gateway.api.fleet.parts import LoadChange
-from sandbox_gateway.api.fleet.routes import Placed
+from sandbox_gateway.api.fleet.route_targets import Placed
 from sandbox_gateway.api.fleet.runs import FleetRuns
 from sandbox_gateway.api.fleet.spreading import spread
 from sandbox_gateway.api.native.requests import MAX_MOUNTS, Placement

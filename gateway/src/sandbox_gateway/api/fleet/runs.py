@@ -51,9 +51,8 @@ from sandbox_gateway.api.fleet.parts import (
 )
 from sandbox_gateway.engine.engine import Engine
 from sandbox_gateway.engine.name_claims import NameClaim
-from sandbox_gateway.engine.plans import runs as applied_runs
-from sandbox_gateway.engine.plans import sessions
-from sandbox_gateway.engine.plans.runs import AppliedRun, AppliedRuns
+from sandbox_gateway.engine.plans import applied_runs, sessions
+from sandbox_gateway.engine.plans.applied_runs import AppliedRun, AppliedRuns
 from sandbox_gateway.engine.plans.sessions import PlanSession, PlanSessions
 from sandbox_gateway.errors import Conflict, GatewayError, Gone, Invalid, NotFound, Unsupported
 from sandbox_gateway.fleet.directory import create_name_taken_error

@@ -13,7 +13,7 @@ from fastapi import APIRouter, Path, Request
 from sandbox_gateway.api.access.auth import get_caller
 from sandbox_gateway.api.native import requests, shapes
 from sandbox_gateway.engine.engine import Engine
-from sandbox_gateway.engine.plans.runs import AppliedRun, AppliedRuns
+from sandbox_gateway.engine.plans.applied_runs import AppliedRun, AppliedRuns
 
 router = APIRouter(tags=["plans"])
 RunId = Annotated[str, Path(pattern="^[0-9a-f]{32}$", description="The id of a run that applies a plan.")]
