@@ -244,18 +244,22 @@ def test_surveys_ask_only_for_variables_of_the_playbook(template: dict[str, Any]
     survey = {"name": template["name"], "description": template["description"], "spec": template["survey"]}
     assert awx_survey.find_problem(survey) == ""
     playbook_text = (PLAYBOOKS_DIRECTORY / f"{template['playbook']}.yml").read_text()
-    playbook_text += (PLAYBOOKS_DIRECTORY / "vars" / f"{template['playbook']}.yml").read_text()
+    (variables_file,) = {*re.findall(r"vars_files: \[(.+)\]", playbook_text)}
+    playbook_text += (PLAYBOOKS_DIRECTORY / variables_file).read_text()
     role_specs_text = "".join(
         path.read_text() for path in (session.REPOSITORY / "roles").glob("*/meta/argument_specs.yml")
     )
     for question in template["survey"]:
         name = question["variable"]
-        assert re.search(rf"\b{name}\b", role_specs_text if name.startswith(("kvm_", "jail_")) else playbook_text), name
+        assert re.search(
+            rf"\b{name}\b", role_specs_text if name.startswith(("fleet_", "kvm_", "jail_")) else playbook_text
+        ), name
         assert question["question_description"], name
 
 
 REQUIRED_ANSWERS: dict[str, dict[str, Any]] = {
     "install_host": {},
+    "install_fleet": {},
     "build_template": {"build_name": "web"},
     "nightly_snapshots": {},
     "roll_back": {"rollback_sandbox": "web", "rollback_snapshot": "before"},
@@ -266,6 +270,7 @@ REQUIRED_ANSWERS: dict[str, dict[str, Any]] = {
 INVALID_ANSWERS = [
     ("install_host", {"install_kind": "cloud"}, "one of the choices"),
     ("install_host", {"kvm_xfs_host_loop_size_mb": "64 GB"}, "to be integer"),
+    ("install_fleet", {"install_hosts": ""}, "too small"),
     ("build_template", {"build_memory_mb": 1}, "too small"),
     ("build_template", {"build_name": "a" * 65}, "too large"),
     ("nightly_snapshots", {"nightly_keep_daily": 0}, "too small"),
@@ -627,6 +632,17 @@ def test_the_install_job_for_a_kvm_host_is_idempotent(linux_host: Host, launch: 
     config = linux_host.read_config()
     assert config["kvm_xfs"] == {"accelerator": "tcg"} and config["limits"] == {"sandboxes": 50}
     assert count_changes(launch("install_host", **linux_host.variables, **config_variables, **size_variables)) == 0
+
+
+def test_the_fleet_job_checks_its_answers_against_the_inventory(
+    declaration: Declaration, run_job: Callable[..., tuple[str, Artifacts]], tmp_path: Path
+) -> None:
+    """tests/roles/test_fleet.py runs the playbook on three hosts."""
+    answers = {"fleet_registry_host": "elsewhere", "kvm_xfs_host_state_root": str(tmp_path / "state")}
+    job = declaration.awx.launch(JOB_NAMES_BY_PLAYBOOK["install_fleet"], answers)
+    output, _ = run_job(job, "--check", should_fail=True)
+    assert "fleet_registry_host (elsewhere)" in " ".join(output.split())
+    assert not (tmp_path / "state").exists()
 
 
 @pytest.fixture
