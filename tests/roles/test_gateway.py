@@ -204,6 +204,20 @@ def test_sandboxes_survive_an_upgrade(installation: Installation, newer_collecti
     )
 
 
+def test_a_gateway_does_not_leave_its_fleet_by_mistake(installation: Installation) -> None:
+    config_text = installation.config_file.read_text()
+    installation.config_file.write_text(f"{config_text}\n[fleet]\n")
+    try:
+        for check in (True, False):
+            run = installation.apply(check=check)
+            assert run.failed and "role fleet with fleet_state=absent" in run.message
+        assert installation.config_file.read_text().endswith("[fleet]\n")
+        run = installation.apply(check=True, leave_fleet=True)
+        assert not run.failed and run.changed_task_names == ["grove.sandbox.gateway : Write the configuration"], run.output
+    finally:
+        installation.config_file.write_text(config_text)
+
+
 def test_startup_errors_are_reported(installation: Installation) -> None:
     run = installation.apply(config={"server": {"listen": "0.0.0.0:1"}, "nonsense": {"a": 1}})
     assert run.failed
