@@ -42,6 +42,20 @@ def test_a_copy_has_the_same_names_and_can_be_forked_on_its_host(world: World) -
     assert two.post("/sandboxes", {"templateID": "base"})["sandboxHost"] == "h2"
 
 
+def test_a_copy_of_a_copy_is_a_copy_of_the_original(world: World) -> None:
+    """All of them may have the same name, because they have the same contents. The first host is down."""
+    one, two, three = _start(world)
+    original = one.get("/snapshots/before")
+    two.post("/snapshots/before/copy?host=h3")
+    wait_until(lambda: two.list_known_hosts("before") == ["h1", "h3"])
+    one.end()
+    wait_until(lambda: two.list_running_members() == ["h2", "h3"])
+    copy = two.post("/snapshots/before/copy?host=h2")
+    assert copy["names"] == ["before"] and copy["imported"]["snapshotID"] == original["snapshotID"]
+    wait_until(lambda: three.list_known_hosts("before") == ["h1", "h2", "h3"])
+    assert [host.get("/fleet")["conflicts"] for host in (two, three)] == [[], []]
+
+
 def test_requests_that_cannot_be_carried_out_are_refused(world: World) -> None:
     one, two, _ = _start(world)
     refused = one.post("/snapshots/before/copy?host=h9", status=404)

@@ -213,7 +213,9 @@ def test_a_gateway_does_not_leave_its_fleet_by_mistake(installation: Installatio
             assert run.failed and "role fleet with fleet_state=absent" in run.message
         assert installation.config_file.read_text().endswith("[fleet]\n")
         run = installation.apply(check=True, leave_fleet=True)
-        assert not run.failed and run.changed_task_names == ["grove.sandbox.gateway : Write the configuration"], run.output
+        assert not run.failed and run.changed_task_names == ["grove.sandbox.gateway : Write the configuration"], (
+            run.output
+        )
     finally:
         installation.config_file.write_text(config_text)
 

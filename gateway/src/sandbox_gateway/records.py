@@ -194,7 +194,9 @@ class ImportOrigin(_Part):
     """Where an imported snapshot or volume came from."""
 
     snapshot: Id
-    """The id, in the gateway that exported it, of the snapshot in the file."""
+    """The id, in the gateway that exported it, of the snapshot in the file. A copy of a copy in a fleet has that of the
+    original.
+    """
     signer: str
     """The fingerprint of the key that signed the file."""
     omitted_memory: str = ""

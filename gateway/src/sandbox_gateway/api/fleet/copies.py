@@ -88,11 +88,12 @@ class _Copying:
         self._path = f"/snapshots/{quote(ref, safe='')}"
         self._headers = headers
         self._memory = memory
+        self._origin_id = ""
 
     async def run(self) -> Snapshot:
         """Return the copy. Raises GatewayError."""
         imports = self._engine.transfers.interrupted_imports
-        snapshot_id = await self._find_id()
+        snapshot_id, self._origin_id = await self._find_ids()
         interrupted = next((each for each in imports.list() if each.snapshot == snapshot_id), None)
         if interrupted is not None:
             try:
@@ -104,11 +105,13 @@ class _Copying:
                     await imports.discard(interrupted.id)
         return await self._import(None)
 
-    async def _find_id(self) -> str:
+    async def _find_ids(self) -> tuple[str, str]:
+        """Return the id of the source's snapshot, and that of the original if this is a copy, too."""
         answer = await self._fleet.peers.request(self._source, "GET", self._path.encode(), self._headers)
         if answer.status != 200:
             raise _create_error(answer)
-        return str(json.loads(answer.body)["snapshotID"])
+        snapshot = json.loads(answer.body)
+        return str(snapshot["snapshotID"]), str((snapshot.get("imported") or {}).get("snapshotID", ""))
 
     async def _import(self, interrupted: InterruptedImport | None) -> Snapshot:
         """Import the file, as long as the source answers."""
@@ -131,7 +134,9 @@ class _Copying:
                     body = (body + piece)[:_MAX_ERROR_BYTES]
                 raise _create_error(Answer(self._source, response.status_code, response.headers, body))
             try:
-                return await self._engine.transfers.import_(_read_pieces(response), continuation=continuation)
+                return await self._engine.transfers.import_(
+                    _read_pieces(response), continuation=continuation, origin_id=self._origin_id
+                )
             except httpx.TransportError as error:
                 raise peers.create_error(self._source, error) from None
 

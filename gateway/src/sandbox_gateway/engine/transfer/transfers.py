@@ -184,13 +184,14 @@ class Transfers:
         trust: Collection[str] = (),
         continuation: Continuation | None = None,
         head_only: bool = False,
+        origin_id: str = "",
     ) -> Snapshot:
         """Create a snapshot or template from the pieces of a file.
 
         ``name`` replaces its names. ``trust``: the fingerprints of other signers to accept. If the
         memory cannot be restored on this host, only the disk is imported, and ``Snapshot.imported`` says so.
         ``continuation``: the pieces are the rest of a file. ``head_only``: for a plan session. The file may end after
-        its head, and its contents are not read.
+        its head, and its contents are not read. ``origin_id``: the snapshot in the file is itself a copy of this one.
 
         If the client sends only a part of the file, the import may be continued later: see ``interrupted_imports``.
         """
@@ -209,6 +210,8 @@ class Transfers:
             else:
                 assert isinstance(received.record, Snapshot)
                 snapshot = received.record
+            if origin_id and snapshot.imported is not None:
+                snapshot.imported = snapshot.imported.model_copy(update={"snapshot": origin_id})
             base = await file.stack.enter_async_context(self._import_base_pinned(manifest, snapshot))
             snapshot.names = new_names or [*manifest.names]
             has_memory = snapshot.memory is not MemoryMode.NONE
