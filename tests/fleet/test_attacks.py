@@ -12,6 +12,7 @@ import httpx
 import pytest
 
 from sandbox_gateway.fleet.store import Store
+from sandbox_gateway.server.connections import MAX_HANDSHAKES
 from tests.fleet.world import FleetHost, Objects, World, connect_to_peer_listener
 from tests.security.hostile import LoopMonitor, make_chunked_response
 from tests.support.guest_services import PORT, make_port_headers, raw_service
@@ -120,32 +121,54 @@ def test_names_that_do_not_exist_are_answered_at_once_while_etcd_is_away(world: 
     world.etcd.answer_again()
 
 
+def _is_closed(connection: socket.socket) -> bool:
+    connection.setblocking(False)
+    try:
+        return connection.recv(1) == b""
+    except BlockingIOError:
+        return False
+    except ConnectionResetError:
+        return True
+
+
+_HEALTH_REQUEST = b"GET /health HTTP/1.1\r\nHost: h\r\nConnection: close\r\n\r\n"
+
+
 def test_strangers_cannot_occupy_the_listener_for_gateways(world: World) -> None:
+    """The strangers have the address of the gateway, like the sandboxes of its host."""
     host = world.create_host("h1")
     host.server_settings = {"request_seconds": 10, "connections_per_address": 4}
     host.start()
-
-    def is_closed(connection: socket.socket) -> bool:
-        connection.settimeout(0.05)
-        try:
-            return connection.recv(1) == b""
-        except TimeoutError:
-            return False
-        except ConnectionResetError:
-            return True
-
+    context = world.get_certificate("h1").create_client_context()
     started = time.monotonic()
     with contextlib.ExitStack() as stack:
-        connections = [
-            stack.enter_context(socket.create_connection(("127.0.0.1", host.port), timeout=10)) for _ in range(12)
-        ]
-        # The beginning of a handshake.
-        for connection in connections[::2]:
-            with contextlib.suppress(OSError):
-                connection.sendall(b"\x16\x03\x01\x40\x00\x01")
-        wait_until(lambda: [*map(is_closed, connections)].count(False) <= 4)
+        connections = []
+        for number in range(MAX_HANDSHAKES + 20):
+            connections.append(stack.enter_context(socket.create_connection(("127.0.0.1", host.port), timeout=10)))
+            if number % 2:
+                connections[-1].sendall(b"\x16\x03\x01\x40\x00\x01")  # the beginning of a handshake
+        for _ in range(8):
+            assert connect_to_peer_listener(host, context, _HEALTH_REQUEST).startswith(b"HTTP/1.1 200")
+        wait_until(lambda: [*map(_is_closed, connections)].count(False) <= MAX_HANDSHAKES)
+        assert all(map(_is_closed, connections[:20])), "the oldest ones are closed"
         assert time.monotonic() - started < 10, "the others do not wait until their time is over"
-        wait_until(lambda: all(map(is_closed, connections)))
-    certificate = world.get_certificate("h1").create_client_context()
-    request = b"GET /health HTTP/1.1\r\nHost: h\r\nConnection: close\r\n\r\n"
-    assert connect_to_peer_listener(host, certificate, request).startswith(b"HTTP/1.1 200")
+        wait_until(lambda: all(map(_is_closed, connections)))
+
+
+def test_connections_of_a_gateway_are_counted(world: World) -> None:
+    host = world.create_host("h1")
+    host.server_settings = {"connections_per_address": 4}
+    host.start()
+    context = world.get_certificate("h1").create_client_context()
+    with contextlib.ExitStack() as stack:
+        for _ in range(4):
+            plain = stack.enter_context(socket.create_connection(("127.0.0.1", host.port), timeout=10))
+            connection = stack.enter_context(context.wrap_socket(plain, server_hostname="127.0.0.1"))
+            connection.sendall(_HEALTH_REQUEST.replace(b"close", b"keep-alive"))
+            assert connection.recv(4096).startswith(b"HTTP/1.1 200")
+        try:
+            response = connect_to_peer_listener(host, context, _HEALTH_REQUEST)
+        except OSError:
+            response = b""
+        assert response == b"", "the fifth one is closed after its handshake"
+    wait_until(lambda: connect_to_peer_listener(host, context, _HEALTH_REQUEST).startswith(b"HTTP/1.1 200"))

@@ -7,6 +7,7 @@ descriptors are always reserved for the Unix socket, whose users are administrat
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import functools
 import ipaddress
 import resource
@@ -32,6 +33,8 @@ _DESCRIPTORS_PER_SANDBOX = 24
 """Number of descriptors per sandbox: its process, QMP connection, log, and idle connections of the data plane."""
 MAX_GATEWAY_CONNECTIONS = 2048
 """Maximum number of connections from other gateways of a fleet, in addition to those from clients."""
+MAX_HANDSHAKES = 256
+"""Maximum number of connections to the listener for gateways that have not completed their TLS handshake."""
 _GATEWAY_TLS_SHUTDOWN_SECONDS = 1.0
 """The idle connections of another gateway are not read, so that it does not answer when they are closed."""
 _DESCRIPTORS_PER_CONNECTION = 2
@@ -84,7 +87,12 @@ def reserve_descriptors(config: Config) -> int:
 
 
 class Connections:
-    """The open TCP connections of a listener, counted by client address."""
+    """The open TCP connections of a listener, counted by client address.
+
+    On the listener for gateways, a connection counts from the end of its TLS handshake, because the sandboxes of a host
+    have the same address as its gateway there. Of the others, the oldest is closed when there are too many: only a
+    gateway completes its handshake, and it does so in milliseconds.
+    """
 
     def __init__(self, server: Server, limit: int, metrics: Metrics, *, is_for_gateways: bool = False) -> None:
         self.request_seconds = server.request_seconds
@@ -96,14 +104,37 @@ class Connections:
         self._metrics = metrics
         if not is_for_gateways:
             metrics.connection_gauge.set_function(lambda: len(self))
+        self._handshakes: dict[Any, _CountedSocket] | None = {} if is_for_gateways else None
+        """The connections that have not completed their handshake, by the address and port of the peer."""
         self._open_counts: Counter[str] = Counter()
         self._unlogged_counts: Counter[str] = Counter()
 
     def __len__(self) -> int:
         return self._open_counts.total()
 
-    def admit(self, address: str) -> bool:
-        """Count a connection from ``address``. Returns False if there are too many. ``release`` undoes the count."""
+    def admit(self, connection: _CountedSocket, peer: Any) -> bool:
+        """Count an accepted connection until it is closed. Returns False if there are too many."""
+        if self._handshakes is None:
+            return self._count(connection, peer)
+        if len(self._handshakes) >= MAX_HANDSHAKES:
+            oldest_peer, oldest = next(iter(self._handshakes.items()))
+            del self._handshakes[oldest_peer]
+            self.record_end("too many handshakes", oldest_peer[0])
+            with contextlib.suppress(OSError):
+                oldest.shutdown(socket.SHUT_RDWR)  # The event loop then closes it.
+        self._handshakes[peer] = connection
+        connection.release = functools.partial(self._handshakes.pop, peer, None)
+        return True
+
+    def confirm(self, peer: Any) -> bool:
+        """Count a connection whose handshake is complete. Returns False if there are too many."""
+        if self._handshakes is None:
+            return True
+        connection = self._handshakes.pop(peer, None)
+        return connection is not None and self._count(connection, peer)
+
+    def _count(self, connection: _CountedSocket, peer: Any) -> bool:
+        address = peer[0]
         key = _build_counting_key(address)
         if self._open_counts.total() >= self._limit:
             self.record_end("too many connections", address)
@@ -111,11 +142,11 @@ class Connections:
             self.record_end("too many connections from one address", address)
         else:
             self._open_counts[key] += 1
+            connection.release = functools.partial(self._release, key)
             return True
         return False
 
-    def release(self, address: str) -> None:
-        key = _build_counting_key(address)
+    def _release(self, key: str) -> None:
         self._open_counts[key] -= 1
         if not self._open_counts[key]:
             del self._open_counts[key]
@@ -158,17 +189,16 @@ class Listener(socket.socket):
         """Accept a connection. If there are too many, raise ConnectionAbortedError, which the event loop ignores."""
         descriptor, peer = self._accept()  # type: ignore[attr-defined]
         connection = _CountedSocket(self.family, self.type, self.proto, fileno=descriptor)
-        if not self._connections.admit(peer[0]):
+        if not self._connections.admit(connection, peer):
             connection.close()
             raise ConnectionAbortedError
-        connection.release = functools.partial(self._connections.release, peer[0])
         return connection, peer
 
 
 class _CountedSocket(socket.socket):
     """An accepted connection, which is counted until it is closed."""
 
-    release: Callable[[], None] | None = None
+    release: Callable[[], object] | None = None
 
     def close(self) -> None:
         super().close()
@@ -289,6 +319,8 @@ class HttpConnection(_StallTimedConnection, H11Protocol):
         self._stall_timer = _StallTimer(transport, self._limits.stalled_seconds, lambda: self._record_end("stalled"))
         self.flow = _FlowControl(transport)
         self._start_timer("headers")
+        if not self._limits.confirm(transport.get_extra_info("peername")):
+            transport.abort()
 
     def handle_events(self) -> None:
         """Handle a limited number of events now, and the rest in later turns of the event loop."""
