@@ -5,18 +5,21 @@ from __future__ import annotations
 import hashlib
 import json
 import random
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import zstandard
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from pydantic import ValidationError
 
 from sandbox_gateway.engine.transfer import artifact_format
 from sandbox_gateway.engine.transfer.artifact_format import Contents, Descriptor, Place, SignedContents
 from sandbox_gateway.engine.transfer.signing import Signer
 from sandbox_gateway.errors import GatewayError, Invalid, Unsupported
 from sandbox_gateway.hosts.base import SnapshotPart
+from sandbox_gateway.validation import MAX_MEMBERS, explain
 from tests.unit.engine.snapshot_file_samples import MIB, SIGNER, STREAM_PARTS, make_manifest
 
 CHUNKS = {
@@ -79,6 +82,61 @@ def test_chunks_are_at_the_same_places_wherever_the_extents_are() -> None:
 
     assert list_offsets((0, 1), (4096, 8192), (MIB - 1, MIB + 1), (9 * MIB, 11 * MIB)) == [0, 1, 9, 10]
     assert list_offsets((MIB, 2 * MIB), (2 * MIB, 3 * MIB)) == [1, 2]
+
+
+MANY_MEMBERS = b",".join(b'"%d":1' % number for number in range(300_000))
+MANY_ITEMS = b"1," * 1_500_000 + b"1"
+
+
+@pytest.mark.parametrize(
+    "document",
+    [
+        b'{"artifactType":"%s",%s}' % (artifact_format.ARTIFACT_TYPE.encode(), members)
+        for members in (
+            MANY_MEMBERS,
+            b'"annotations":{%s}' % MANY_MEMBERS,
+            b'"config":{%s}' % MANY_MEMBERS,
+            b'"layers":[%s]' % MANY_ITEMS,
+            b'"layers":[%s]' % b",".join([b'{"a":1,"b":2}'] * 200_000),
+        )
+    ],
+    ids=("unknown members", "annotations", "members of the config", "layers", "members of layers"),
+)
+def test_a_registry_cannot_send_a_manifest_with_many_errors(document: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Pydantic collects all errors of a document, and lets no other thread run meanwhile."""
+    check_few_errors(monkeypatch, lambda: artifact_format.parse_index(document))
+
+
+@pytest.mark.parametrize("part", ["chunks", "ancestors", "parts", "manifest"])
+def test_a_registry_cannot_send_contents_with_many_errors(part: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    contents = json.loads(json.loads(CONFIG)["contents"])
+    if part == "chunks":
+        contents["parts"][0]["chunks"] = [[-1, "x"]] * 19_000
+    elif part == "manifest":
+        contents["manifest"] = {str(number): 1 for number in range(100_000)}
+    else:
+        contents[part] = [1] * 300_000
+    text = json.dumps(contents, separators=(",", ":"))
+    config = {
+        "version": 1,
+        "public_key": SIGNER.public_key.hex(),
+        "signature": SIGNER.sign(artifact_format._PURPOSE, text.encode()).hex(),
+        "contents": text,
+    }
+    check_few_errors(monkeypatch, lambda: artifact_format.parse_config(json.dumps(config).encode()))
+
+
+def check_few_errors(monkeypatch: pytest.MonkeyPatch, parse: Callable[[], object]) -> None:
+    error_counts = []
+
+    def explain_and_count(error: ValidationError) -> str:
+        error_counts.append(error.error_count())
+        return explain(error)
+
+    monkeypatch.setattr(artifact_format, "explain", explain_and_count)
+    with pytest.raises(Invalid):
+        parse()
+    assert error_counts[0] <= 2 * MAX_MEMBERS
 
 
 @pytest.mark.parametrize(

@@ -6,12 +6,15 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
 from sandbox_gateway.api.dependencies import MAX_REF_LENGTH
 from sandbox_gateway.engine.spec import UNSET
+from sandbox_gateway.validation import has_more_values
 
 MAX_FORKS = 1000
+MAX_VALUES = 20_000
+"""Maximum number of values in all lists and objects of a body together."""
 _MAX_SECONDS = 3_153_600_000
 
 
@@ -63,6 +66,13 @@ class Body(BaseModel):
     """Fields of known clients that the gateway does not support."""
     misplaced_fields: ClassVar[Mapping[str, Refusal]] = {}
     """Fields of other requests that a caller could expect to work in this one. They are refused as well."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _check_value_count(cls, data: Any) -> Any:
+        if has_more_values(data, MAX_VALUES):
+            raise ValueError(f"there are more than {MAX_VALUES} values in its lists and objects: send fewer of them")
+        return data
 
     def get_value_or_unset(self, field: str) -> Any:
         """Return the value of ``field``, or UNSET if the caller did not send it."""

@@ -213,9 +213,7 @@ class Placement(NativeBody):
     """The hosts of a fleet that may get the new sandboxes."""
 
     host: Name | None = Field(None, description="Only this host, even if it is cordoned.")
-    labels: dict[str, str] = Field(
-        default_factory=dict, max_length=64, description="Only hosts that have all these labels."
-    )
+    labels: Pairs = Field(default_factory=dict, max_length=64, description="Only hosts that have all these labels.")
     strategy: Literal["local", "spread", "pack"] | None = Field(
         None,
         description="local: the gateway's own host, if it can. spread: evenly. pack: as few hosts as possible. Absent: "

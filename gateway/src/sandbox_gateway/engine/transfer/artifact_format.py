@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
 import zstandard
-from pydantic import BaseModel, ConfigDict, Field, StringConstraints, ValidationError, model_validator
+from pydantic import BeforeValidator, Field, StringConstraints, ValidationError, model_validator
 
 from sandbox_gateway.engine.transfer.container import BLOCK_BYTES
 from sandbox_gateway.engine.transfer.manifest import MAX_ANCESTORS, Manifest
@@ -30,7 +30,7 @@ from sandbox_gateway.engine.transfer.signing import PUBLIC_KEY_BYTES, SIGNATURE_
 from sandbox_gateway.errors import Invalid, Unsupported
 from sandbox_gateway.hosts.base import SnapshotPart
 from sandbox_gateway.records import Id
-from sandbox_gateway.validation import explain
+from sandbox_gateway.validation import ForeignObject, check_member_count, explain
 
 MANIFEST_TYPE = "application/vnd.oci.image.manifest.v1+json"
 ARTIFACT_TYPE = "application/vnd.grove.sandbox.snapshot.v1"
@@ -52,19 +52,17 @@ _DIGEST_PATTERN = r"^sha256:[0-9a-f]{64}$"
 _ZEROS = bytes(BLOCK_BYTES)
 
 
-class _StrictModel(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True)
-
-
 _HexDigest = Annotated[str, StringConstraints(pattern=r"^[0-9a-f]{64}$")]
 
 
-class PartChunks(_StrictModel):
+class PartChunks(ForeignObject):
     """The chunks of a part: the number of each, which is its offset in chunks, and the SHA-256 of its data."""
 
     part: SnapshotPart
     chunk_bytes: int = Field(ge=_MIN_CHUNK_BYTES, le=_MAX_CHUNK_BYTES, strict=True)
-    chunks: list[tuple[Annotated[int, Field(ge=0, strict=True)], _HexDigest]] = Field(max_length=MAX_CHUNKS)
+    chunks: list[tuple[Annotated[int, Field(ge=0, strict=True)], _HexDigest]] = Field(
+        max_length=MAX_CHUNKS, fail_fast=True
+    )
 
 
 @dataclass(frozen=True)
@@ -77,13 +75,13 @@ class Place:
     length: int
 
 
-class Contents(_StrictModel):
+class Contents(ForeignObject):
     """The signed part of an artifact's config."""
 
     manifest: Manifest
-    ancestors: list[Id] = Field(max_length=MAX_ANCESTORS)
+    ancestors: list[Id] = Field(max_length=MAX_ANCESTORS, fail_fast=True)
     """Ids, in the gateway that pushed it, of snapshots that probably share chunks with it. The nearest is first."""
-    parts: list[PartChunks] = Field(max_length=len(SnapshotPart))
+    parts: list[PartChunks] = Field(max_length=len(SnapshotPart), fail_fast=True)
 
     @model_validator(mode="after")
     def _check_parts(self) -> Contents:
@@ -111,7 +109,7 @@ class Contents(_StrictModel):
                 yield Place(part.name, index, offset, min(table.chunk_bytes, part.size - offset)), digest
 
 
-class Descriptor(_StrictModel):
+class Descriptor(ForeignObject):
     """The digest of a blob, which contains `sha256:`, and its size in bytes."""
 
     mediaType: Annotated[str, Field(max_length=255)]
@@ -128,20 +126,21 @@ class _ChunkDescriptor(Descriptor):
     mediaType: Literal["application/vnd.grove.sandbox.snapshot.chunk.v1+zstd"]
 
 
-class Index(_StrictModel):
+class Index(ForeignObject):
     """The OCI image manifest of an artifact."""
 
     schemaVersion: Literal[2]
     mediaType: Literal["application/vnd.oci.image.manifest.v1+json"]
     artifactType: Literal["application/vnd.grove.sandbox.snapshot.v1"]
     config: _ConfigDescriptor
-    layers: list[_ChunkDescriptor] = Field(max_length=MAX_CHUNKS)
-    annotations: dict[
-        Annotated[str, Field(max_length=255)], Annotated[str, Field(max_length=_MAX_ANNOTATION_BYTES)]
+    layers: list[_ChunkDescriptor] = Field(max_length=MAX_CHUNKS, fail_fast=True)
+    annotations: Annotated[
+        dict[Annotated[str, Field(max_length=255)], Annotated[str, Field(max_length=_MAX_ANNOTATION_BYTES)]],
+        BeforeValidator(check_member_count),
     ] = Field(default_factory=dict, max_length=64)
 
 
-class _Config(_StrictModel):
+class _Config(ForeignObject):
     version: int = Field(ge=1, strict=True)
     public_key: Annotated[str, StringConstraints(pattern=rf"^[0-9a-f]{{{2 * PUBLIC_KEY_BYTES}}}$")]
     signature: Annotated[str, StringConstraints(pattern=rf"^[0-9a-f]{{{2 * SIGNATURE_BYTES}}}$")]
@@ -295,7 +294,8 @@ def encode_index(config: bytes, layers: Sequence[Descriptor], annotations: dict[
 def parse_index(data: bytes) -> Index:
     """Return the OCI manifest in ``data``. Raises Invalid if it is not the manifest of an artifact of this format."""
     try:
-        kind = json.loads(data).get("artifactType")
+        document = json.loads(data)
+        kind = document.get("artifactType")
     except (ValueError, RecursionError, AttributeError):
         raise _create_damage_error("its manifest is not JSON") from None
     if kind != ARTIFACT_TYPE:
@@ -304,7 +304,7 @@ def parse_index(data: bytes) -> Index:
             "`sandboxctl snapshot push` has written"
         )
     try:
-        return Index.model_validate_json(data)
+        return Index.model_validate(document)
     except ValidationError as error:
         raise _create_damage_error(f"its manifest is invalid: {explain(error)[:500]}") from None
 

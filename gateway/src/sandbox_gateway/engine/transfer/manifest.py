@@ -8,13 +8,13 @@ from __future__ import annotations
 
 from typing import Annotated, Literal, Self
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, TypeAdapter, ValidationError, model_validator
+from pydantic import AfterValidator, Field, TypeAdapter, ValidationError, model_validator
 
 from sandbox_gateway.control_characters import remove_control_characters
 from sandbox_gateway.errors import Invalid
 from sandbox_gateway.hosts.base import MACHINE_PARTS, MEMORY_PARTS, SnapshotPart, StreamEncoding
 from sandbox_gateway.records import Id, Name
-from sandbox_gateway.validation import explain
+from sandbox_gateway.validation import ForeignObject, explain
 
 MAX_MANIFEST_BYTES = 64 << 10
 MAX_ANCESTORS = 16
@@ -34,11 +34,7 @@ _MAX_BYTES = {
 }
 
 
-class _StrictModel(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True)
-
-
-class Part(_StrictModel):
+class Part(ForeignObject):
     """A part of the snapshot. The bytes that no chunk contains are zero."""
 
     name: SnapshotPart
@@ -55,7 +51,7 @@ class Part(_StrictModel):
         return self
 
 
-class Sizes(_StrictModel):
+class Sizes(ForeignObject):
     """The resources of a sandbox: see ``records.Resources``."""
 
     cpus: int = Field(ge=1, le=256, strict=True)
@@ -66,7 +62,7 @@ class Sizes(_StrictModel):
 _Word = Annotated[str, Field(min_length=1, max_length=128, pattern=r"^[A-Za-z0-9][A-Za-z0-9 .,_+:()/=~-]*$")]
 
 
-class MachinePlatform(_StrictModel):
+class MachinePlatform(ForeignObject):
     """The platform on which the memory was captured. Memory can be restored only on an identical platform."""
 
     accelerator: _Word
@@ -81,7 +77,7 @@ def _check_text(text: str) -> str:
     return text
 
 
-class _AnyManifest(_StrictModel):
+class _AnyManifest(ForeignObject):
     snapshot_id: Id
     """The id of the snapshot in the gateway that exported it. The importing gateway assigns a new id."""
     release: _Word
@@ -118,7 +114,7 @@ class VolumeManifest(_AnyManifest):
         return self
 
 
-class Base(_StrictModel):
+class Base(ForeignObject):
     """The snapshot since which another one was exported. The importing host finds it by its guid alone."""
 
     guid: int = Field(ge=1, lt=1 << 64, strict=True)
