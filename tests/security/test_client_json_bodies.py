@@ -121,8 +121,8 @@ def make_container(field: str, kind: str, size: int) -> bytes:
     """Return a JSON object of about ``size`` bytes, in which ``field`` has as many invalid members as possible."""
     name, _, rest = field.partition(".")
     if rest and name.endswith("[]"):
-        # As many entries as lists may have, because each may have as many members as allowed.
-        entry = make_container(rest, kind, size // 1000)
+        # As many entries, with as many members, as the longest lists may have.
+        entry = make_container(rest, kind, min(size // 1000, 3900))
         contents = b"[" + b",".join([entry] * 1000) + b"]"
     elif rest:
         contents = make_container(rest, kind, size)

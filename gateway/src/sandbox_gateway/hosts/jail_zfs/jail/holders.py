@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import re
 from collections.abc import Awaitable, Iterable
 from pathlib import Path
@@ -57,7 +58,9 @@ class Holders:
         ]
 
     async def _list_processes(self, root: Path) -> Iterable[str]:
-        return parse_fstat(await self._run("fstat", "-f", str(root)), root)
+        output = await self._run("fstat", "-f", str(root))
+        # A guest may have hundreds of thousands of open files.
+        return await asyncio.to_thread(parse_fstat, output, root)
 
 
 async def _list_or_log(names: Awaitable[Iterable[str]]) -> Iterable[str]:
