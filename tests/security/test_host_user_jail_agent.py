@@ -90,7 +90,7 @@ def send_identity(agent_port: int, key: str, monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(agent_client, "AGENT_PORT", agent_port)
     client = AgentClient(Endpoint(ADDRESS, key=key), TOKEN)
     sandbox_identity = Identity("0123456789ab", "one", TOKEN, {}, [])
-    asyncio.run(client.identify(sandbox_identity, seconds=20, end_reason=lambda: ""))
+    asyncio.run(client.identify(sandbox_identity, seconds=20, find_end_reason=lambda: ""))
     return client
 
 

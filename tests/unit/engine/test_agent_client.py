@@ -44,7 +44,7 @@ class FakeMachine:
         responder = asyncio.create_task(self._answer_challenges())
         client = AgentClient(Endpoint(ADDRESS, self.line if use_line else None), "")
         try:
-            await client.identify(identity, seconds=10, end_reason=lambda: end_reason)
+            await client.identify(identity, seconds=10, find_end_reason=lambda: end_reason)
             await asyncio.sleep(0.05)
         finally:
             responder.cancel()

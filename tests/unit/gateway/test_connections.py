@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import resource
+from collections.abc import Iterator
 from typing import Any, cast
 
 import pytest
@@ -11,7 +12,7 @@ import pytest
 from sandbox_gateway.api.metrics import Metrics
 from sandbox_gateway.config import Config, Server
 from sandbox_gateway.server import connections
-from sandbox_gateway.server.connections import Connections
+from sandbox_gateway.server.connections import Connections, CountedSocket
 
 UNLIMITED = resource.RLIM_INFINITY
 
@@ -20,26 +21,44 @@ def make_connections(limit: int = 10, **server_options: Any) -> Connections:
     return Connections(Server.model_validate(server_options), limit, Metrics(cast(Any, None)))
 
 
-def admit_connections(server_connections: Connections, *addresses: str) -> list[bool]:
+@pytest.fixture
+def sockets() -> Iterator[list[CountedSocket]]:
+    """The sockets of connections that have been admitted. They are closed after the test."""
+    sockets: list[CountedSocket] = []
+    yield sockets
+    for each in sockets:
+        each.close()
+
+
+def admit_connections(server_connections: Connections, sockets: list[CountedSocket], *addresses: str) -> list[bool]:
+    """Return which connections are admitted. Their sockets are added to ``sockets``."""
+
     async def admit_all() -> list[bool]:
-        return [server_connections.admit(address) for address in addresses]
+        results = []
+        for number, address in enumerate(addresses):
+            connection = CountedSocket()
+            results.append(server_connections.admit(connection, (address, number)))
+            if results[-1]:
+                sockets.append(connection)
+            else:
+                connection.close()
+        return results
 
     return asyncio.run(admit_all())
 
 
-def test_connections_are_limited_per_address_and_in_total() -> None:
+def test_connections_are_limited_per_address_and_in_total(sockets: list[CountedSocket]) -> None:
     server_connections = make_connections(4, connections_per_address=2)
-    assert admit_connections(server_connections, *["192.0.2.1"] * 3, *["192.0.2.2"] * 3, "192.0.2.3") == [
-        True,
-        True,
-        False,
-    ] * 2 + [False]
-    server_connections.release("192.0.2.1")
-    assert admit_connections(server_connections, "192.0.2.3") == [True] and len(server_connections) == 4
+    addresses = [*["192.0.2.1"] * 3, *["192.0.2.2"] * 3, "192.0.2.3"]
+    results = admit_connections(server_connections, sockets, *addresses)
+    assert results == [True, True, False] * 2 + [False]
+    sockets[0].close()
+    assert admit_connections(server_connections, sockets, "192.0.2.3") == [True] and len(server_connections) == 4
 
 
-def test_the_limit_per_address_can_be_disabled() -> None:
-    assert admit_connections(make_connections(4, connections_per_address=0), *["192.0.2.1"] * 5) == [True] * 4 + [False]
+def test_the_limit_per_address_can_be_disabled(sockets: list[CountedSocket]) -> None:
+    server_connections = make_connections(4, connections_per_address=0)
+    assert admit_connections(server_connections, sockets, *["192.0.2.1"] * 5) == [True] * 4 + [False]
 
 
 @pytest.mark.parametrize(
@@ -53,12 +72,13 @@ def test_the_limit_per_address_can_be_disabled() -> None:
         ("192.0.2.1", "192.0.2.2", False),
     ],
 )
-def test_ipv6_clients_are_counted_by_network(first_address: str, second_address: str, is_same_client: bool) -> None:
+def test_ipv6_clients_are_counted_by_network(
+    first_address: str, second_address: str, is_same_client: bool, sockets: list[CountedSocket]
+) -> None:
     """IPv6 clients in the same /64 count as one, because a client usually has a whole /64."""
-    assert admit_connections(make_connections(connections_per_address=1), first_address, second_address) == [
-        True,
-        not is_same_client,
-    ]
+    server_connections = make_connections(connections_per_address=1)
+    results = admit_connections(server_connections, sockets, first_address, second_address)
+    assert results == [True, not is_same_client]
 
 
 @pytest.mark.parametrize(

@@ -104,7 +104,7 @@ class Connections:
         self._metrics = metrics
         if not is_for_gateways:
             metrics.connection_gauge.set_function(lambda: len(self))
-        self._handshakes: dict[Any, _CountedSocket] | None = {} if is_for_gateways else None
+        self._handshakes: dict[Any, CountedSocket] | None = {} if is_for_gateways else None
         """The connections that have not completed their handshake, by the address and port of the peer."""
         self._open_counts: Counter[str] = Counter()
         self._unlogged_counts: Counter[str] = Counter()
@@ -112,7 +112,7 @@ class Connections:
     def __len__(self) -> int:
         return self._open_counts.total()
 
-    def admit(self, connection: _CountedSocket, peer: Any) -> bool:
+    def admit(self, connection: CountedSocket, peer: Any) -> bool:
         """Count an accepted connection until it is closed. Returns False if there are too many."""
         if self._handshakes is None:
             return self._count(connection, peer)
@@ -133,7 +133,7 @@ class Connections:
         connection = self._handshakes.pop(peer, None)
         return connection is not None and self._count(connection, peer)
 
-    def _count(self, connection: _CountedSocket, peer: Any) -> bool:
+    def _count(self, connection: CountedSocket, peer: Any) -> bool:
         address = peer[0]
         key = _build_counting_key(address)
         if self._open_counts.total() >= self._limit:
@@ -188,14 +188,14 @@ class Listener(socket.socket):
     def accept(self) -> tuple[socket.socket, Any]:
         """Accept a connection. If there are too many, raise ConnectionAbortedError, which the event loop ignores."""
         descriptor, peer = self._accept()  # type: ignore[attr-defined]
-        connection = _CountedSocket(self.family, self.type, self.proto, fileno=descriptor)
+        connection = CountedSocket(self.family, self.type, self.proto, fileno=descriptor)
         if not self._connections.admit(connection, peer):
             connection.close()
             raise ConnectionAbortedError
         return connection, peer
 
 
-class _CountedSocket(socket.socket):
+class CountedSocket(socket.socket):
     """An accepted connection, which is counted until it is closed."""
 
     release: Callable[[], object] | None = None
