@@ -93,6 +93,25 @@ def test_the_installed_demo_is_idempotent(installed_collections_path: Path, demo
     assert _count_changes(_run_playbook("demo", demo_state, installed_collections_path)) == 0
 
 
+@pytest.mark.slow
+def test_the_fleet_demo_replaces_a_lost_host(installed_collections_path: Path) -> None:
+    state_directory = session.get_run_dir() / "fleet"
+    (state_directory / "cache").mkdir(parents=True)
+    for archive in session.get_cache_dir().glob("rootfs-*.tar"):
+        shutil.copy(archive, state_directory / "cache")
+    try:
+        for second_run in (False, True):
+            _run_playbook("demo_fleet", state_directory, installed_collections_path)
+            report = (state_directory / "demo.txt").read_text()
+            rows = {line[:24].strip(): [*map(int, line[24:].split())] for line in report.splitlines()[1:3]}
+            first_counts, counts = rows["after the first run"], rows["after the loss of h2"]
+            assert sum(counts) == sum(first_counts) == len(_FORK_NAMES)
+            assert all(first_counts) or second_run, "each host has forks"
+            assert "second run   changed nothing" in report and "only-on-h2: no other host had a copy" in report
+    finally:
+        _run_playbook("demo_fleet_clean", state_directory, session.COLLECTIONS)
+
+
 def _run_playbook(playbook: str, state_directory: Path, collections: Path) -> str:
     variables = json.dumps({"demo_state": str(state_directory), "demo_forks": len(_FORK_NAMES)})
     argv = (_BIN_DIR / "ansible-playbook", "-i", "localhost,", f"grove.sandbox.{playbook}", "-e", variables)
