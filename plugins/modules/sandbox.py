@@ -136,7 +136,7 @@ options:
     suboptions:
       host:
         description:
-          - Only this host, even if it is cordoned.
+          - Only this host. A cordoned host is refused.
         type: str
       labels:
         description:

@@ -16,7 +16,8 @@ from ansible_collections.grove.sandbox.plugins.plugin_utils._gateways import Gat
 from tests.cli.running import Outcome, Run, run_sandboxctl
 from tests.collection.test_artifact_modules import run_task
 from tests.fleet.world import FleetHost, Objects
-from tests.support.memory_gateway import MemoryGateway
+from tests.support.memory_gateway import EXEC_KEY, MemoryGateway
+from tests.support.waiting import wait_until
 
 Pair = tuple[FleetHost, FleetHost]
 _numbers = itertools.count()
@@ -219,6 +220,32 @@ def test_a_task_with_a_placement_needs_a_fleet(tmp_path: Any, check: bool) -> No
         assert not result.get("failed") and not result["changed"], "it is ignored for an existing sandbox"
     finally:
         gateway.end()
+
+
+def test_sandboxctl_cordons_hosts(pair: Pair, run: Run) -> None:
+    one, two = pair
+    first, second = _make_names(2)
+
+    def read_rows() -> list[list[str]]:
+        return [line.split()[:3] for line in run("host", "list", gateway=one.gateway).out.splitlines()]
+
+    assert read_rows() == [["NAME", "STATE", "CORDONED"], ["h1", "running", "no"], ["h2", "running", "no"]]
+    # Any gateway will do.
+    assert run("host", "cordon", "h1", gateway=two.gateway).out == "h1 is cordoned\n"
+    try:
+        wait_until(lambda: read_rows()[1][2] == "yes")
+        assert one.post("/sandboxes", {"templateID": "base", "name": first})["sandboxHost"] == "h2"
+        refused = run("create", "base", "--host", "h1", gateway=one.gateway)
+        assert refused.code == 4 and "`sandboxctl host uncordon h1`" in refused.err
+    finally:
+        assert run("host", "uncordon", "h1", gateway=one.gateway).out == "h1 is not cordoned\n"
+    wait_until(lambda: read_rows()[1][2] == "no")
+    assert one.post("/sandboxes", {"templateID": "base", "name": second})["sandboxHost"] == "h1"
+    unknown = run("host", "cordon", "h9", gateway=one.gateway)
+    assert unknown.code == 3 and "h9" in unknown.err
+    with one.client(EXEC_KEY) as client:
+        assert client.patch("/fleet/hosts/h1", json={"cordoned": True}).status_code == 403
+    assert [each["name"] for each in run("host", "list", "--json", gateway=one.gateway).json] == ["h1", "h2"]
 
 
 def test_sandboxctl_chooses_hosts(pair: Pair, run: Run, tmp_path: Any) -> None:

@@ -11,11 +11,13 @@ import sys
 import threading
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from sandbox_gateway.engine.room import RoomReport
 from sandbox_gateway.fleet import membership
+from sandbox_gateway.fleet.records import HostRecord
 from sandbox_gateway.fleet.store import Store
 from sandbox_gateway.server import serving
 from tests.fleet.world import FleetHost, World
@@ -254,6 +256,34 @@ def test_a_host_is_cordoned(world: World) -> None:
     two.start()
     world.wait_for_members([one, two])
     assert _find_host(one, "h2")["cordoned"], "a restart does not end it"
+    assert [_read_cordoned_metric(host) for host in (one, two)] == [0, 1]
+
+
+def _read_cordoned_metric(host: FleetHost) -> float:
+    with host.client() as client:
+        lines = client.get("/metrics").text.splitlines()
+    (line,) = [line for line in lines if line.startswith("sandbox_gateway_host_cordoned ")]
+    return float(line.split()[1])
+
+
+def test_several_gateways_change_the_record_of_a_host_at_the_same_time(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one, two = world.start("h1", "h2")
+    transact, signers = Store.transact, ["0" * 64]
+
+    async def change_first(store: Store, compare: Any, success: Any, failure: Any = ()) -> Any:
+        if compare and signers:
+            key = two.get_directory()._keys.host("h2")
+            host = HostRecord(host_id=two.get_directory()._view.hosts["h2"].host_id, signer=signers.pop())
+            await store.put(key, host.dump())
+        return await transact(store, compare, success, failure)
+
+    with monkeypatch.context() as patch, one.client() as client:
+        patch.setattr(Store, "transact", change_first)
+        client.patch("/fleet/hosts/h2", json={"cordoned": True}).raise_for_status()
+    wait_until(lambda: _find_host(one, "h2")["cordoned"])
+    assert _find_host(one, "h2")["signer"] == "0" * 64, "the change of the other gateway is not lost"
 
 
 def test_records_are_renewed_less_often_in_a_large_fleet(world: World, monkeypatch: pytest.MonkeyPatch) -> None:

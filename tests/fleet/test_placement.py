@@ -51,7 +51,6 @@ _GONE = Candidate("gone", None, HostRecord(host_id="0"), 0)
         (3, Wishes(strategy="pack"), {"a": 3}),
         (3, Wishes(anti_affinity=True), {"a": 1, "b": 1, "c": 1}),
         (2, Wishes(host="a"), {"a": 2}),
-        (2, Wishes(host="d"), {"d": 2}),
         (2, Wishes(labels={"zone": "1"}), {"a": 2}),
     ],
 )
@@ -114,6 +113,7 @@ def test_many_sandboxes_on_many_hosts_are_placed_quickly(strategy: Strategy) -> 
 @pytest.mark.parametrize(
     ("count", "wishes", "error", "message"),
     [
+        (1, Wishes(host="d"), Conflict, r"host 'd' is cordoned.*sandboxctl host uncordon d"),
         (1, Wishes(host="x"), Conflict, r"no host can take the sandbox: a \(not the requested host\)"),
         (1, Wishes(host="gone"), Conflict, r"gone \(its gateway does not run\)"),
         (1, Wishes(labels={"zone": "3"}), Conflict, r"a \(its label 'zone' is '1'\), b \(it has no label 'zone'\)"),

@@ -134,11 +134,12 @@ def _add_fleet(app: FastAPI, fleet: Fleet, engine: Engine, keys: Keys) -> Elsewh
     from sandbox_gateway.api.fleet import copies
     from sandbox_gateway.api.fleet.data_plane import RemoteSandboxes
     from sandbox_gateway.api.fleet.forwarding import Forwarder
-    from sandbox_gateway.api.fleet.hosts import create_router
+    from sandbox_gateway.api.fleet.hosts import HostCollector, create_router
     from sandbox_gateway.api.fleet.locator import Locator
     from sandbox_gateway.api.fleet.middleware import FleetMiddleware
     from sandbox_gateway.api.fleet.runs import FleetRuns
 
+    app.state.metrics.registry.register(HostCollector(fleet))
     app.include_router(create_router(fleet))
     forwarder = Forwarder(fleet.peers, keys, engine.config.server.stalled_seconds)
     locator = Locator(fleet, engine)

@@ -4,7 +4,7 @@
 other commands through ``app``.
 
 * commands: ``queries``, which only show information; ``sandboxes``, ``snapshots``, ``templates``, ``volumes``,
-  ``artifacts`` (registries), ``gateway``, ``plans``.
+  ``artifacts`` (registries), ``gateway``, ``hosts``, ``plans``.
 * shared by commands: ``context``, ``options``, ``settings``, ``client`` (HTTP), ``snapshot_files`` (export and
   import), ``build_context`` (Dockerfiles).
 * plans: ``plan_file`` reads a file, ``plan_comparison`` compares two, ``plan_text`` shows them.

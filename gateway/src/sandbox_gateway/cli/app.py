@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from sandbox_gateway import __version__
-from sandbox_gateway.cli import gateway, plans, sandboxes, snapshots, templates, volumes
+from sandbox_gateway.cli import gateway, hosts, plans, sandboxes, snapshots, templates, volumes
 from sandbox_gateway.cli.settings import Settings
 
 _HELP = """Create, capture, fork and roll back sandboxes while they run.
@@ -30,6 +30,7 @@ app.add_typer(templates.app, name="template")
 app.add_typer(snapshots.app, name="snapshot")
 app.add_typer(volumes.app, name="volume")
 app.add_typer(plans.app, name="plan")
+app.add_typer(hosts.app, name="host")
 sandboxes.register(app)
 snapshots.register(app)
 gateway.register(app)

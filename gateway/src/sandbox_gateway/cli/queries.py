@@ -35,6 +35,11 @@ def list_volumes(settings: Settings) -> None:
     render.print_json(volumes) if settings.json else render.print_volumes(volumes)
 
 
+def list_hosts(settings: Settings) -> None:
+    hosts = settings.client.get("/fleet")["hosts"]
+    render.print_json(hosts) if settings.json else render.print_hosts(hosts)
+
+
 def show_sandbox(settings: Settings, sandbox: str) -> None:
     _show(settings, "sandboxes", sandbox)
 

@@ -54,6 +54,7 @@ QUERIES: dict[tuple[str, ...], Query] = {
     ("template", "show"): Query(queries.show_template, 1),
     ("volume", "list"): Query(queries.list_volumes),
     ("volume", "show"): Query(queries.show_volume, 1),
+    ("host", "list"): Query(queries.list_hosts),
 }
 
 

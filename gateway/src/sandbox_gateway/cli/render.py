@@ -75,6 +75,24 @@ def print_interrupted_imports(items: Sequence[Mapping[str, Any]]) -> None:
     print_table(headings, rows, empty_note="no interrupted imports can be continued")
 
 
+def print_hosts(items: Sequence[Mapping[str, Any]]) -> None:
+    headings = ("NAME", "STATE", "CORDONED", "KIND", "SANDBOXES", "FREE MEMORY", "FREE DISK", "VERSION")
+    rows = (
+        (
+            item["name"],
+            item["state"],
+            "yes" if item["cordoned"] else "no",
+            item["kind"] or "-",
+            str(item["sandboxes"]),
+            formats.format_size(item["memoryFreeBytes"]),
+            formats.format_size(item["diskFreeBytes"]),
+            item["version"] or "-",
+        )
+        for item in items
+    )
+    print_table(headings, rows)
+
+
 def print_templates(items: Sequence[Mapping[str, Any]]) -> None:
     headings = ("NAME", "ID", "STATUS", "CPU", "MEMORY", "DISK", "CAPTURED", "FORKS", "AGE")
     _print_objects(

@@ -12,7 +12,7 @@ from sandbox_gateway import __version__
 from sandbox_gateway.config import FleetSection
 from sandbox_gateway.engine.engine import Engine
 from sandbox_gateway.engine.secret import write_durably
-from sandbox_gateway.errors import Conflict, GatewayError, Invalid, NotFound
+from sandbox_gateway.errors import Busy, Conflict, GatewayError, Invalid, NotFound
 from sandbox_gateway.fleet import store as etcd
 from sandbox_gateway.fleet.keys import Keys
 from sandbox_gateway.fleet.records import FORMAT, FleetRecord, HostRecord, Load, MemberRecord
@@ -30,6 +30,7 @@ _RECORD_AGE_SECONDS_PER_MEMBER = 0.5
 """In a large fleet, the record is renewed less often: each renewal costs etcd some work for each watch."""
 _SIGNIFICANT_SHARE = 0.05
 """A change of a free size by this share of the total size is worth a new record."""
+_MAX_ATTEMPTS = 5
 
 log = Logger("fleet")
 
@@ -121,11 +122,21 @@ class Membership:
                 log.warning("the lease could not be ended", reason=error.message)
 
     async def set_cordoned(self, name: str, cordoned: bool) -> None:
-        """Decide whether a host gets new sandboxes by placement. Raises NotFound, StoreUnavailable."""
-        host = self._view.hosts.get(name)
-        if host is None:
+        """Decide whether a host gets new sandboxes. Raises NotFound, Busy, StoreUnavailable."""
+        if name not in self._view.hosts:
             raise NotFound("host", name[:80])
-        await self._store.put(self._keys.host(name), host.model_copy(update={"cordoned": cordoned}).dump())
+        key = self._keys.host(name)
+        for _ in range(_MAX_ATTEMPTS):
+            entries = (await self._store.transact([], [etcd.read(key)])).entries
+            # The key is a prefix of the keys of other hosts.
+            value = next((entry.value for entry in entries if entry.key == key), None)
+            if value is None:
+                raise NotFound("host", name[:80])
+            new_value = HostRecord.parse(value).model_copy(update={"cordoned": cordoned}).dump()
+            # Another gateway may cordon the host, or the host may publish its new key, at the same time.
+            if (await self._store.transact([etcd.has_value(key, value)], [etcd.put(key, new_value)])).succeeded:
+                return
+        raise Busy(f"other gateways are changing the record of host {name!r} at the moment: try again")
 
     async def forget_host(self, name: str) -> None:
         """Remove what a host that will not come back has left. Raises NotFound, Conflict, StoreUnavailable."""

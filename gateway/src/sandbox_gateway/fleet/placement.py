@@ -45,6 +45,10 @@ class Candidate:
     """A volume that the sandboxes mount and the host does not have."""
 
     @property
+    def is_cordoned(self) -> bool:
+        return self.host is not None and self.host.cordoned
+
+    @property
     def free_memory(self) -> int:
         return self.member.load.memory_free - self.reserved if self.member else 0
 
@@ -63,6 +67,11 @@ def place(count: int, candidates: Sequence[Candidate], wishes: Wishes, local: st
     ``candidates``: the hosts with the snapshot. ``local``: this host. Raises Conflict if no host fits the wishes, and
     NoSpace if those that fit have no room; both name the reason for each host.
     """
+    if any(each.name == wishes.host and each.is_cordoned for each in candidates):
+        raise Conflict(
+            f"host {wishes.host!r} is cordoned, so it gets no new sandboxes: choose another host, or uncordon it with "
+            f"`sandboxctl host uncordon {wishes.host}`"
+        )
     reasons = {candidate.name: _find_obstacle(candidate, wishes) for candidate in candidates}
     suitable = [candidate for candidate in candidates if not reasons[candidate.name]]
     if not suitable:
@@ -127,7 +136,7 @@ def _find_obstacle(candidate: Candidate, wishes: Wishes) -> str:
         return "its gateway does not run"
     if candidate.missing_volume:
         return f"it does not have the volume {candidate.missing_volume!r}"
-    if candidate.host and candidate.host.cordoned and not wishes.host:
+    if candidate.is_cordoned:
         return "cordoned"
     for key, value in wishes.labels.items():
         if (actual := candidate.member.labels.get(key)) != value:

@@ -48,7 +48,7 @@ class HostRecord(_Value):
     host_id: str
     """A random id that the host keeps on its disk."""
     cordoned: bool = False
-    """It gets no new sandboxes by placement."""
+    """It gets no new sandboxes."""
     signer: str = ""
     """The fingerprint of the key with which it signs exported and pushed snapshots. Empty: it cannot export any."""
 

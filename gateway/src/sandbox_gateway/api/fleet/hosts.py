@@ -1,10 +1,13 @@
-"""Routes of the fleet's hosts."""
+"""Routes and metrics of the fleet's hosts."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Annotated
 
 from fastapi import APIRouter, Path
+from prometheus_client.core import GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
 from pydantic import Field
 
 from sandbox_gateway.api.native.requests import NativeBody
@@ -18,7 +21,7 @@ HostName = Annotated[str, Path(max_length=64, description="The name of a host.")
 class FleetHostShape(Shape):
     name: str
     state: str = Field(description="running, or absent if its gateway does not run.")
-    cordoned: bool = Field(description="Whether it gets no new sandboxes by placement.")
+    cordoned: bool = Field(description="Whether it gets no new sandboxes.")
     address: str | None
     kind: str | None
     platform: dict[str, str]
@@ -47,7 +50,25 @@ class FleetShape(Shape):
 
 
 class PatchHost(NativeBody):
-    cordoned: bool = Field(description="Whether the host gets no new sandboxes by placement.")
+    cordoned: bool = Field(description="Whether the host gets no new sandboxes.")
+
+
+class HostCollector(Collector):
+    """A metric of this gateway's own host."""
+
+    def __init__(self, fleet: Fleet) -> None:
+        self._fleet = fleet
+
+    def collect(self) -> Iterable[Metric]:
+        host = self._fleet.view.hosts.get(self._fleet.name)
+        yield GaugeMetricFamily(
+            "sandbox_gateway_host_cordoned",
+            "Whether the host is cordoned, and gets no new sandboxes (1 or 0).",
+            int(host is not None and host.cordoned),
+        )
+
+    def describe(self) -> Iterable[Metric]:
+        return []
 
 
 def create_router(fleet: Fleet) -> APIRouter:

@@ -212,7 +212,7 @@ class VolumeMount(NativeBody):
 class Placement(NativeBody):
     """The hosts of a fleet that may get the new sandboxes."""
 
-    host: Name | None = Field(None, description="Only this host, even if it is cordoned.")
+    host: Name | None = Field(None, description="Only this host.")
     labels: Pairs = Field(default_factory=dict, max_length=64, description="Only hosts that have all these labels.")
     strategy: Literal["local", "spread", "pack"] | None = Field(
         None,
