@@ -6,7 +6,7 @@ other commands through ``app``.
 * commands: ``queries``, which only show information; ``sandboxes``, ``snapshots``, ``templates``, ``volumes``,
   ``artifacts`` (registries), ``gateway``, ``hosts``, ``plans``.
 * shared by commands: ``context``, ``options``, ``settings``, ``client`` (HTTP), ``snapshot_files`` (export and
-  import), ``build_context`` (Dockerfiles).
+  import), ``encryption`` (of such files), ``build_context`` (Dockerfiles).
 * plans: ``plan_file`` reads a file, ``plan_comparison`` compares two, ``plan_text`` shows them.
 * output: ``render``, ``progress``, ``formats``; ``failure`` explains errors, with the help of ``option_names``.
 """

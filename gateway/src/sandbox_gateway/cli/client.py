@@ -11,7 +11,7 @@ import ssl
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from urllib.parse import quote, unquote, urlencode, urlsplit
 
-from sandbox_gateway.cli.failure import ExitCode, Failure, create_failure_from_response
+from sandbox_gateway.cli.failure import ExitCode, Failure, UnusableBody, create_failure_from_response
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -20,6 +20,9 @@ if TYPE_CHECKING:
 DEFAULT_URL = "unix:///run/sandbox-gateway/gateway.sock"
 CONNECT_SECONDS = 10.0
 _PIECE_BYTES = 256 << 10
+_INVALID_RECORD_BYTES = 4 << 20
+"""More than any record of a snapshot file has, with what the gateway collects before it looks at it."""
+_REFUSAL_SECONDS = 30.0
 
 
 def build_path(*parts: str) -> str:
@@ -106,7 +109,10 @@ class Client:
             connection.close()
 
     def upload(self, route: str, pieces: Iterable[bytes], **params: Any) -> Any:
-        """POST a body that is read while it is sent, over a connection of its own. Return the response's JSON."""
+        """POST a body that is read while it is sent, over a connection of its own. Return the response's JSON.
+
+        If reading it raises UnusableBody, the gateway keeps nothing of the body.
+        """
         return self._upload(route, pieces, None, params)
 
     def put_file(self, route: str, pieces: Iterable[bytes], size: int) -> None:
@@ -131,6 +137,9 @@ class Client:
                     connection.send(b"0\r\n\r\n")
             except (BrokenPipeError, ConnectionResetError):
                 pass  # The gateway has refused the request without reading all of it: its response says why.
+            except UnusableBody:
+                _make_refused(connection)
+                raise
             try:
                 response = connection.getresponse()
             except (OSError, http.client.HTTPException) as error:
@@ -289,6 +298,24 @@ class _UnixConnection(http.client.HTTPConnection):
         except BaseException:
             self.close()
             raise
+
+
+def _make_refused(connection: http.client.HTTPConnection) -> None:
+    """Make the gateway refuse a body of which a part was sent, and wait until it has.
+
+    The body does not end, so the gateway cannot take it for complete. If only the connection were closed, the gateway
+    would keep what has arrived for an import that continues.
+    """
+    import contextlib
+
+    assert connection.sock is not None
+    connection.sock.settimeout(_REFUSAL_SECONDS)
+    # No record begins with this byte.
+    piece = b"\xff" * _INVALID_RECORD_BYTES
+    with contextlib.suppress(OSError):
+        connection.send(b"%x\r\n%s\r\n" % (len(piece), piece))
+    with contextlib.suppress(OSError, http.client.HTTPException):
+        connection.getresponse().read()
 
 
 def _create_tls_connection(host: str, port: int | None, *, timeout: float) -> http.client.HTTPSConnection:

@@ -32,6 +32,10 @@ class Failure(Exception):
         self.hint = hint
 
 
+class UnusableBody(Failure):
+    """The body of an upload turns out to be unusable after a part of it was sent."""
+
+
 _EXIT_CODE_BY_STATUS = {
     400: ExitCode.USAGE,
     401: ExitCode.UNREACHABLE,

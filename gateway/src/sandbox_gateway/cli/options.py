@@ -80,6 +80,21 @@ RegistryUsername = Annotated[
         show_default=False,
     ),
 ]
+AgeRecipients = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--age-recipient",
+        metavar="RECIPIENT",
+        help="Encrypt the file for this age key or SSH public key; repeatable.",
+        show_default=False,
+    ),
+]
+AgeIdentity = Annotated[
+    str,
+    typer.Option(
+        "--age-identity", metavar="KEYFILE", help="File with the key that decrypts the file.", show_default=False
+    ),
+]
 RegistryPasswordFile = Annotated[
     str,
     typer.Option(

@@ -9,14 +9,16 @@ import contextlib
 import fcntl
 import hashlib
 import http
+import itertools
 import os
 import stat
 import struct
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO
 
+from sandbox_gateway.cli import encryption
 from sandbox_gateway.cli.client import Client
 from sandbox_gateway.cli.failure import ExitCode, Failure
 from sandbox_gateway.cli.progress import progress_shown
@@ -28,12 +30,14 @@ _END_BYTES = len(_END_RECORD) + 32 + 64
 """The size of the record that ends a file: see ``engine.transfer.container``."""
 
 
-def export(client: Client, path: str, snapshot: str, file: str, **params: str) -> int:
+def export(client: Client, path: str, snapshot: str, file: str, recipients: Sequence[str] = (), **params: str) -> int:
     """Write a snapshot to ``file``, which must not exist, or to standard output. Return the number of bytes.
 
-    ``path``: the route that returns the file. ``snapshot``: its name, for the progress bar.
+    ``path``: the route that returns the file. ``snapshot``: its name, for the progress bar. ``recipients``: encrypt
+    the file for these keys.
     """
-    with _output_opened(file) as output, progress_shown(f"exporting {snapshot}") as advance:
+    encryption.check_recipients(recipients)
+    with _output_opened(file, recipients) as output, progress_shown(f"exporting {snapshot}") as advance:
 
         def write(piece: bytes) -> None:
             output.write(piece)
@@ -47,6 +51,7 @@ def export(client: Client, path: str, snapshot: str, file: str, **params: str) -
                 ExitCode.UNREACHABLE,
                 "export the snapshot again",
             )
+        output.finish()
         return output.size
 
 
@@ -72,16 +77,67 @@ def _download(
     client.download(path, write, **params)
 
 
-def import_(client: Client, path: str, file: str, name: str, trust: list[str]) -> Any:
-    """Import ``file``, or standard input, and return the new snapshot or volume. ``path``: the route that reads it."""
+def import_(client: Client, path: str, file: str, name: str, trust: list[str], identity: str = "") -> Any:
+    """Import ``file``, or standard input, and return the new snapshot or volume. ``path``: the route that reads it.
+
+    ``identity``: the path of the file with the key that decrypts it.
+    """
+    encryption.check_identity(identity)
     with contextlib.ExitStack() as stack:
         with _errors_explained("read", file):
             source = sys.stdin.buffer if file == "-" else stack.enter_context(Path(file).open("rb"))
-            size = None if file == "-" else os.fstat(source.fileno()).st_size
+            size = None if file == "-" else _find_size(source)
+            beginning = _read_beginning(source, is_stream=size is None)
+        _require_matching_identity(file, beginning, identity)
+        consumed = beginning if size is None else b""
+        if identity:
+            # A wrong identity is an error before the request.
+            pieces = _read_ahead(stack.enter_context(encryption.decryption_started(identity, file, source, consumed)))
+            advance = stack.enter_context(progress_shown(f"importing {file}", size))
+            return client.upload(path, _count_pieces(pieces, advance), name=name, trust=trust)
+        with _errors_explained("read", file):
             continuation = _find_interrupted_import(client, source, size or 0)
         advance = stack.enter_context(progress_shown(f"importing {file}", size))
         advance(continuation.get("offset", 0))
-        return client.upload(path, _read_pieces(source, file, advance), name=name, trust=trust, **continuation)
+        pieces = itertools.chain([consumed] if consumed else [], _read_pieces(source, file))
+        return client.upload(path, _count_pieces(pieces, advance), name=name, trust=trust, **continuation)
+
+
+def _find_size(source: BinaryIO) -> int | None:
+    """Return the size of a file, or None for a pipe. Raises OSError."""
+    status = os.fstat(source.fileno())
+    return status.st_size if stat.S_ISREG(status.st_mode) else None
+
+
+def _read_beginning(source: BinaryIO, *, is_stream: bool) -> bytes:
+    """Return the bytes that show whether a file is encrypted. A stream is then after them. Raises OSError."""
+    if is_stream:
+        return source.read(encryption.BEGINNING_BYTES)
+    return os.pread(source.fileno(), encryption.BEGINNING_BYTES, 0)
+
+
+def _require_matching_identity(file: str, beginning: bytes, identity: str) -> None:
+    """Raise Failure unless an identity is given exactly if the file is encrypted."""
+    if encryption.is_encrypted(beginning) and not identity:
+        raise Failure(
+            f"{file} is encrypted",
+            ExitCode.USAGE,
+            "pass the file with the key that decrypts it with --age-identity KEYFILE",
+        )
+    if identity and not encryption.is_encrypted(beginning):
+        raise Failure(f"{file} is not encrypted with age", ExitCode.USAGE, "omit --age-identity, or check the file")
+
+
+def _read_ahead(pieces: Iterator[bytes]) -> Iterator[bytes]:
+    """Read the first piece now, and return all pieces."""
+    first_pieces = list(itertools.islice(pieces, 1))
+    return itertools.chain(first_pieces, pieces)
+
+
+def _count_pieces(pieces: Iterable[bytes], advance: Callable[[int], None]) -> Iterator[bytes]:
+    for piece in pieces:
+        yield piece
+        advance(len(piece))
 
 
 def _find_interrupted_import(client: Client, source: BinaryIO, size: int) -> dict[str, Any]:
@@ -116,29 +172,38 @@ def _compute_digest(descriptor: int, size: int) -> str:
     return hasher.hexdigest()
 
 
-def _read_pieces(source: BinaryIO, file: str, advance: Callable[[int], None]) -> Iterator[bytes]:
+def _read_pieces(source: BinaryIO, file: str) -> Iterator[bytes]:
     while True:
         with _errors_explained("read", file):
             piece = source.read(_PIECE_BYTES)
         if not piece:
             return
         yield piece
-        advance(len(piece))
 
 
 class _Output:
     """Standard output, or a file that is being written. ``size``: the number of bytes in it."""
 
-    def __init__(self, file: str, descriptor: int | None) -> None:
-        """``descriptor``: of the file, which can contain the beginning of a snapshot file. None: standard output."""
+    def __init__(
+        self, file: str, descriptor: int | None, encrypted_output: encryption.Encryption | None = None
+    ) -> None:
+        """``descriptor``: of the file, which can contain the beginning of a snapshot file. None: standard output.
+
+        ``encrypted_output``: writes to it instead. The size is then that of the contents until ``finish``.
+        """
         self._file = file
         self._descriptor = descriptor
-        self.size = 0 if descriptor is None else os.lseek(descriptor, 0, os.SEEK_END)
+        self._encrypted_output = encrypted_output
+        # `age` already writes to the file, and its position is that of the descriptor.
+        self.size = 0 if descriptor is None or encrypted_output is not None else os.lseek(descriptor, 0, os.SEEK_END)
         self._last_bytes = b""
 
     def write(self, piece: bytes) -> None:
         self._last_bytes = (self._last_bytes + piece[-_END_BYTES:])[-_END_BYTES:]
         self.size += len(piece)
+        if self._encrypted_output is not None:
+            self._encrypted_output.write(piece)
+            return
         with _errors_explained("write", self._file):
             if self._descriptor is None:
                 sys.stdout.buffer.write(piece)
@@ -149,9 +214,16 @@ class _Output:
     def has_end(self) -> bool:
         """Return whether the last record of a snapshot file has been written."""
         last_bytes = self._last_bytes
-        if self._descriptor is not None:
+        if self._descriptor is not None and self._encrypted_output is None:
             last_bytes = os.pread(self._descriptor, _END_BYTES, max(0, self.size - _END_BYTES))
         return len(last_bytes) == _END_BYTES and last_bytes.startswith(_END_RECORD)
+
+    def finish(self) -> None:
+        """Wait until everything has been encrypted, if it is."""
+        if self._encrypted_output is not None:
+            self._encrypted_output.finish()
+            if self._descriptor is not None:
+                self.size = os.fstat(self._descriptor).st_size
 
     def compute_digest(self) -> str:
         assert self._descriptor is not None
@@ -166,14 +238,16 @@ class _Output:
 
 
 @contextlib.contextmanager
-def _output_opened(file: str) -> Iterator[_Output]:
+def _output_opened(file: str, recipients: Sequence[str] = ()) -> Iterator[_Output]:
     """Yield standard output, or a new file that gets the name ``file`` if the context ends without an error.
 
     Until then, it is called `.NAME.partial`, and only its owner can read it. If an export is killed, or loses its
-    connection, the next one continues with this file.
+    connection, the next one continues with this file, unless it is encrypted for ``recipients``.
     """
     if file == "-":
-        yield _Output(file, None)
+        sys.stdout.flush()
+        with _encryption_started(recipients, file, None) as encrypted_output:
+            yield _Output(file, None, encrypted_output)
         with _errors_explained("write", file):
             sys.stdout.buffer.flush()
         return
@@ -184,14 +258,20 @@ def _output_opened(file: str) -> Iterator[_Output]:
     with _errors_explained("write", file):
         descriptor = _open_partial_file(partial_path)
     try:
-        output = _Output(file, descriptor)
+        can_continue = False
         try:
-            yield output
+            with _encryption_started(recipients, file, descriptor) as encrypted_output:
+                output = _Output(file, descriptor, encrypted_output)
+                try:
+                    yield output
+                except Failure as failure:
+                    can_continue = bool(output.size) and failure.code == ExitCode.UNREACHABLE and not recipients
+                    raise
             with _errors_explained("write", file):
                 os.fsync(descriptor)
                 partial_path.rename(final_path)
-        except BaseException as error:
-            if not (output.size and isinstance(error, Failure) and error.code == ExitCode.UNREACHABLE):
+        except BaseException:
+            if not can_continue:
                 with contextlib.suppress(OSError):
                     partial_path.unlink()
             raise
@@ -199,6 +279,23 @@ def _output_opened(file: str) -> Iterator[_Output]:
         os.close(descriptor)
     with _errors_explained("write", file):
         _sync_directory(final_path.parent)
+
+
+@contextlib.contextmanager
+def _encryption_started(
+    recipients: Sequence[str], file: str, descriptor: int | None
+) -> Iterator[encryption.Encryption | None]:
+    """Yield what encrypts an output, or None if there are no recipients. ``descriptor``: None for standard output."""
+    if not recipients:
+        yield None
+        return
+    if descriptor is None:
+        descriptor = sys.stdout.fileno()
+    else:
+        with _errors_explained("write", file):
+            os.ftruncate(descriptor, 0)  # Encryption cannot continue.
+    with encryption.encryption_started(recipients, file, descriptor) as encrypted_output:
+        yield encrypted_output
 
 
 def _open_partial_file(path: Path) -> int:

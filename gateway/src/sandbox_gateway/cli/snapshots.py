@@ -189,6 +189,7 @@ def export(
             show_default=False,
         ),
     ] = "",
+    age_recipient: options.AgeRecipients = None,
     as_json: Json = False,
 ) -> None:
     """Write a snapshot or template to a file. The file contains all secrets of its guest."""
@@ -198,7 +199,7 @@ def export(
     settings = get_settings(ctx, as_json)
     path = build_path("snapshots", snapshot, "export")
     params = {"memory": "none" if no_memory else "", "since": since, "resumeToken": resume_token}
-    size = snapshot_files.export(settings.client, path, snapshot, file, **params)
+    size = snapshot_files.export(settings.client, path, snapshot, file, age_recipient or [], **params)
     if file == "-":
         return
     render.print_json({"file": file, "bytes": size}) if settings.json else print(f"{file}: {size} bytes")
@@ -232,13 +233,14 @@ def import_(
         list[str] | None,
         typer.Option("--trust", metavar="FINGERPRINT", help="Accept a file that a different gateway has signed."),
     ] = None,
+    age_identity: options.AgeIdentity = "",
     as_json: Json = False,
 ) -> None:
     """Create a snapshot or template from a file. It gets a new id."""
     from sandbox_gateway.cli import snapshot_files
 
     settings = get_settings(ctx, as_json)
-    snapshot = snapshot_files.import_(settings.client, "/snapshots/import", file, name, trust or [])
+    snapshot = snapshot_files.import_(settings.client, "/snapshots/import", file, name, trust or [], age_identity)
     _print_imported(snapshot, settings)
 
 

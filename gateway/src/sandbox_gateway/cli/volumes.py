@@ -6,7 +6,7 @@ from typing import Annotated, Any
 
 import typer
 
-from sandbox_gateway.cli import formats, queries, render
+from sandbox_gateway.cli import formats, options, queries, render
 from sandbox_gateway.cli.context import Json, SandboxRef, VolumeRef, get_settings
 from sandbox_gateway.cli.failure import ExitCode, Failure
 from sandbox_gateway.cli.sandboxes import raise_first_failure
@@ -175,6 +175,7 @@ def export(
     ctx: typer.Context,
     snapshot: Annotated[str, typer.Argument(metavar="VOLUME@SNAPSHOT", help="A snapshot of a volume.")],
     file: Annotated[str, typer.Argument(metavar="FILE", help="The file to create; - for standard output.")],
+    age_recipient: options.AgeRecipients = None,
     as_json: Json = False,
 ) -> None:
     """Write a snapshot of a volume to a file. The file contains all secrets in the volume."""
@@ -190,7 +191,7 @@ def export(
             f"take one with `sandboxctl volume snapshot {volume} --name NAME`, and export {volume}@NAME",
         )
     path = build_path("volumes", volume, "snapshots", snapshot_name, "export")
-    size = snapshot_files.export(settings.client, path, snapshot, file)
+    size = snapshot_files.export(settings.client, path, snapshot, file, age_recipient or [])
     if file == "-":
         return
     render.print_json({"file": file, "bytes": size}) if settings.json else print(f"{file}: {size} bytes")
@@ -207,13 +208,14 @@ def import_(
         list[str] | None,
         typer.Option("--trust", metavar="FINGERPRINT", help="Accept a file that a different gateway has signed."),
     ] = None,
+    age_identity: options.AgeIdentity = "",
     as_json: Json = False,
 ) -> None:
     """Create a volume from a file."""
     from sandbox_gateway.cli import snapshot_files
 
     settings = get_settings(ctx, as_json)
-    volume = snapshot_files.import_(settings.client, "/volumes/import", file, name, trust or [])
+    volume = snapshot_files.import_(settings.client, "/volumes/import", file, name, trust or [], age_identity)
     _print_volume(volume, settings.json)
 
 
