@@ -20,7 +20,7 @@ from email.utils import parsedate_to_datetime
 from typing import Any, NoReturn
 from urllib.parse import quote, urlencode, urlsplit
 
-from ansible_collections.grove.sandbox.plugins.module_utils._failure import Failure
+from ansible_collections.grove.sandbox.plugins.module_utils._failure import Failure, UnusableBody
 from ansible_collections.grove.sandbox.plugins.module_utils._fields import replace_field_names
 from ansible_collections.grove.sandbox.plugins.module_utils._refusals import name_options
 
@@ -39,6 +39,8 @@ _UNKNOWN_FIELDS = re.compile("unknown fields?: (.*): correct or remove (?:it|the
 """The gateway's message for fields that it does not know."""
 _PLANNED_ID_PATTERN = re.compile(rf"\b{PLANNED_ID_PREFIX}([0-9a-f]{{4}})\b")
 ID_PATTERN = re.compile(rf"[0-9a-f]{{12}}|{PLANNED_ID_PREFIX}[0-9a-f]{{4}}")
+_INVALID_RECORD_BYTES = 4 << 20
+"""More than any record of a snapshot file has, with what the gateway collects before it looks at it."""
 LOOPBACK_HOST = re.compile(r"localhost|.*\.localhost|127(\.\d{1,3}){3}|::1|0\.0\.0\.0|::", re.IGNORECASE)
 
 
@@ -352,7 +354,10 @@ class Client:
             ) from None
 
     def upload(self, path: str, read_pieces: Callable[[], Iterable[bytes]], **query: Any) -> Any:
-        """POST a large body, over a connection of its own. Retries like ``call``. Return the data of the response."""
+        """POST a large body, over a connection of its own. Retries like ``call``. Return the data of the response.
+
+        If reading it raises UnusableBody, the gateway keeps nothing of the body.
+        """
         return self._retry_while_busy(lambda: self._upload_once(path, read_pieces(), query))
 
     def put_file(self, path: str, read_pieces: Callable[[], Iterable[bytes]], size: int) -> None:
@@ -375,6 +380,9 @@ class Client:
                     connection.send(b"0\r\n\r\n")
             except (BrokenPipeError, ConnectionResetError):
                 pass  # The gateway has refused the request without reading all of it: its response says why.
+            except UnusableBody:
+                _make_refused(connection)
+                raise
             response = connection.getresponse()
             if response.status >= 400:
                 self._raise_failure(f"{method} {path}", response)
@@ -661,6 +669,20 @@ def _list_refs(path: str, entry: Any) -> list[str]:
     id_key = {"/sandboxes": "sandboxID", "/snapshots": "snapshotID", "/templates": "templateID"}.get(path, "")
     refs = (entry.get("name"), *(entry.get("names") or ()), entry.get(id_key))
     return [ref for ref in refs if isinstance(ref, str) and ref]
+
+
+def _make_refused(connection: http.client.HTTPConnection) -> None:
+    """Make the gateway refuse a body of which a part was sent, and wait until it has.
+
+    The body does not end, so the gateway cannot take it for complete. If only the connection were closed, the gateway
+    would keep what has arrived for an import that continues.
+    """
+    # No record begins with this byte.
+    piece = b"\xff" * _INVALID_RECORD_BYTES
+    with contextlib.suppress(OSError):
+        connection.send(b"%x\r\n%s\r\n" % (len(piece), piece))
+    with contextlib.suppress(OSError, http.client.HTTPException):
+        connection.getresponse().read()
 
 
 def _format_query_value(value: Any, format_text: Callable[[str], str]) -> str:

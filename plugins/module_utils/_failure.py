@@ -52,6 +52,10 @@ class Failure(Exception):
         return {"kind": self.kind, "message": self.message, "blockers": self.blockers, "status": self.status}
 
 
+class UnusableBody(Failure):
+    """The body of an upload turns out to be unusable after a part of it was sent."""
+
+
 def join_failures(failures: dict[str, Failure], total: int) -> Failure:
     """Combine the failures of several resources, keyed by name, into one. ``total`` is the number of resources."""
     messages = list(dict.fromkeys(failure.message for failure in failures.values()))

@@ -10,6 +10,7 @@ import copy
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from ansible.module_utils.basic import AnsibleModule, env_fallback
+from ansible_collections.grove.sandbox.plugins.module_utils._age import contains_secret_key
 from ansible_collections.grove.sandbox.plugins.module_utils._failure import Failure
 from ansible_collections.grove.sandbox.plugins.module_utils._info import Listing
 from ansible_collections.grove.sandbox.plugins.module_utils._run import MASK, PASSWORD_OPTIONS, run
@@ -81,6 +82,10 @@ def redact_options(params: dict[str, Any]) -> dict[str, Any]:
     redacted_options = {key: value for key, value in params.items() if key != "approved_plan"}
     for option in PASSWORD_OPTIONS:
         if redacted_options.get(option):
+            redacted_options[option] = MASK
+    for option in ("age_identity", "age_recipients"):
+        # The task fails because of a key in place of a path or a recipient.
+        if contains_secret_key(redacted_options.get(option)):
             redacted_options[option] = MASK
     if redacted_options.get("env"):
         redacted_options["env"] = dict.fromkeys(redacted_options["env"], MASK)

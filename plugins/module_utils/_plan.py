@@ -210,11 +210,15 @@ def make_diverged_condition(sandbox: Mapping[str, Any]) -> str:
 
 @contextlib.contextmanager
 def failures_conditional(condition: str, *, is_expected: bool = True) -> Iterator[None]:
-    """Mark a Failure that is raised inside this context as one that occurs only under ``condition``."""
+    """Mark a Failure that is raised inside this context as one that occurs only under ``condition``.
+
+    An empty condition changes nothing.
+    """
     try:
         yield
     except Failure as failure:
-        failure.condition, failure.is_expected = condition, is_expected
+        if condition:
+            failure.condition, failure.is_expected = condition, is_expected
         raise
 
 

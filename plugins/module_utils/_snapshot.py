@@ -13,6 +13,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from ansible_collections.grove.sandbox.plugins.module_utils import _refusals
+from ansible_collections.grove.sandbox.plugins.module_utils._age import parse_identity, parse_recipients
 from ansible_collections.grove.sandbox.plugins.module_utils._artifacts import (
     Artifact,
     find_artifact,
@@ -49,7 +50,8 @@ from ansible_collections.grove.sandbox.plugins.module_utils._snapshot_files impo
     export_to_file,
     find_origin_conflict,
     import_from_file,
-    observe_file,
+    observe_exported_file,
+    observe_imported_file,
     protect_file,
     require_complete_file,
     require_writable_file,
@@ -80,7 +82,9 @@ ARGUMENTS: dict[str, Any] = {
     "prewarm": {"type": "int"},
     "export_to": {"type": "path"},
     "export_since": {"type": "str"},
+    "age_recipients": {"type": "list", "elements": "str"},
     "import_from": {"type": "path"},
+    "age_identity": {"type": "path"},
     "push_to": {"type": "str"},
     "pull_from": {"type": "str"},
     "trust": {"type": "list", "elements": "str"},
@@ -90,7 +94,11 @@ ARGUMENTS: dict[str, Any] = {
 }
 _TRANSFER_OPTIONS = ("export_to", "import_from", "push_to", "pull_from")
 RULES: dict[str, Any] = {
-    "required_by": {"export_since": ("export_to",)},
+    "required_by": {
+        "export_since": ("export_to",),
+        "age_recipients": ("export_to",),
+        "age_identity": ("import_from",),
+    },
     "required_if": [("state", "present", ("sandbox", "export_to", "import_from", "push_to", "pull_from"), True)],
     "mutually_exclusive": [
         ("import_from", "pull_from"),
@@ -122,7 +130,9 @@ class DesiredState:
     when_unused: bool = False
     export_to: str = ""
     export_since: str = ""
+    age_recipients: tuple[str, ...] = ()
     import_from: str = ""
+    age_identity: str = ""
     push_to: str = ""
     pull_from: str = ""
     trust: tuple[str, ...] = ()
@@ -183,7 +193,9 @@ def parse_desired_state(params: Mapping[str, Any]) -> DesiredState:
         when_unused=bool(params.get("when_unused")),
         export_to=params.get("export_to") or "",
         export_since=params.get("export_since") or "",
+        age_recipients=parse_recipients(params.get("age_recipients")),
         import_from=params.get("import_from") or "",
+        age_identity=parse_identity(params.get("age_identity")),
         push_to=params.get("push_to") or "",
         pull_from=params.get("pull_from") or "",
         trust=tuple(params.get("trust") or ()),
@@ -229,8 +241,10 @@ def observe(client: Client, want: DesiredState) -> CurrentState:
         return CurrentState(resources, users={} if want.when_unused else find_users(client, resources.values()))
     missing_names = [name for name in want.names if name not in resources]
     file, artifact, transfer_failure = None, None, None
-    if path := want.export_to or want.import_from:
-        file, transfer_failure = observe_file(client, path, has_volume=False)
+    if want.export_to:
+        file, transfer_failure = observe_exported_file(client, want.export_to, want.age_recipients, has_volume=False)
+    elif want.import_from:
+        file, transfer_failure = observe_imported_file(client, want.import_from, want.age_identity, has_volume=False)
     base = client.find(f"/snapshots/{quote_segment(want.export_since)}") if want.export_since else None
     reference = want.push_to or want.pull_from
     if reference and transfer_failure is None:
@@ -394,10 +408,14 @@ def _plan_export(
     after = {**current_view, "exported_to": want.export_to}
     if want.export_since:
         after["exported_since"] = want.export_since
+    if want.age_recipients:
+        after["encrypted_for"] = list(want.age_recipients)
     overwritten_id = have.file.snapshot_id if have.file is not None else ""
     request = {"name": name, "file": want.export_to, "overwrites": overwritten_id}
     if want.export_since:
         request["since"] = want.export_since
+    if want.age_recipients:
+        request["recipients"] = list(want.age_recipients)
     return [Action("export", (Change(name, current_view, after, SNAPSHOT),), request)]
 
 
@@ -491,6 +509,7 @@ def _is_exported(want: DesiredState, have: CurrentState, snapshot: Mapping[str, 
         file.is_complete
         and file.snapshot_id == snapshot["id"]
         and file.has_memory == has_memory
+        and file.recipients == want.age_recipients
         and _needs_same_base(want, have, file)
     )
 
@@ -528,6 +547,8 @@ def _plan_import(want: DesiredState, have: CurrentState, name: str) -> Action:
         "snapshot": file.snapshot_id,
         "data_bytes": file.data_bytes,
     }
+    if want.age_identity:
+        request["identity"] = want.age_identity
     return Action("import", (Change(name, None, after, SNAPSHOT),), request)
 
 
@@ -666,11 +687,18 @@ def apply(action: Action, client: Client) -> dict[str, Failure]:
             client.post(f"/sandboxes/{quote_segment(request['sandbox'])}/snapshots", dict(request["body"]))
     elif action.verb == "export":
         path = f"/snapshots/{quote_segment(request['name'])}"
-        export_to_file(client, path, request["file"], request.get("since", ""))
+        export_to_file(client, path, request["file"], request.get("since", ""), request.get("recipients", ()))
     elif action.verb == "protect":
         protect_file(client, request["file"])
     elif action.verb == "import":
-        import_from_file(client, "/snapshots", request["file"], name=request["name"], trust=request["trust"])
+        import_from_file(
+            client,
+            "/snapshots",
+            request["file"],
+            request.get("identity", ""),
+            name=request["name"],
+            trust=request["trust"],
+        )
     elif action.verb == "push":
         push(client, f"/snapshots/{quote_segment(request['name'])}", request["reference"])
     elif action.verb == "pull":

@@ -12,6 +12,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from ansible_collections.grove.sandbox.plugins.module_utils import _refusals
+from ansible_collections.grove.sandbox.plugins.module_utils._age import parse_identity, parse_recipients
 from ansible_collections.grove.sandbox.plugins.module_utils._client import quote_segment
 from ansible_collections.grove.sandbox.plugins.module_utils._failure import Failure
 from ansible_collections.grove.sandbox.plugins.module_utils._mounts import (
@@ -41,7 +42,8 @@ from ansible_collections.grove.sandbox.plugins.module_utils._snapshot_files impo
     export_to_file,
     find_origin_conflict,
     import_from_file,
-    observe_file,
+    observe_exported_file,
+    observe_imported_file,
     protect_file,
     require_complete_file,
     require_writable_file,
@@ -71,14 +73,21 @@ ARGUMENTS: dict[str, Any] = {
     "absent_snapshots": {"type": "list", "elements": "str"},
     "rollback_to": {"type": "str"},
     "export_to": {"type": "path"},
+    "age_recipients": {"type": "list", "elements": "str"},
     "import_from": {"type": "path"},
+    "age_identity": {"type": "path"},
     "trust": {"type": "list", "elements": "str"},
     "force": {"type": "bool", "default": False},
     "purge": {"type": "bool", "default": False},
     "continue_on_error": {"type": "bool", "default": False},
 }
 RULES: dict[str, Any] = {
-    "required_by": {"trust": ("import_from",), "export_to": ("snapshots",)},
+    "required_by": {
+        "trust": ("import_from",),
+        "export_to": ("snapshots",),
+        "age_recipients": ("export_to",),
+        "age_identity": ("import_from",),
+    },
     "mutually_exclusive": [("import_from", "export_to"), ("import_from", "from_snapshot")],
 }
 
@@ -104,7 +113,9 @@ class DesiredState:
     force: bool = False
     purge: bool = False
     export_to: str = ""
+    age_recipients: tuple[str, ...] = ()
     import_from: str = ""
+    age_identity: str = ""
     trust: tuple[str, ...] = ()
 
 
@@ -162,7 +173,9 @@ def parse_desired_state(params: Mapping[str, Any]) -> DesiredState:
         force=bool(params.get("force")),
         purge=bool(params.get("purge")),
         export_to=params.get("export_to") or "",
+        age_recipients=parse_recipients(params.get("age_recipients")),
         import_from=params.get("import_from") or "",
+        age_identity=parse_identity(params.get("age_identity")),
         trust=tuple(params.get("trust") or ()),
     )
 
@@ -238,8 +251,10 @@ def observe(client: Client, want: DesiredState) -> CurrentState:
     missing_names = [name for name in want.names if name not in resources]
     taken_names = find_taken_names(client, missing_names, excluded_kind="volume")
     file, file_failure = None, None
-    if path := want.export_to or want.import_from:
-        file, file_failure = observe_file(client, path, has_volume=True)
+    if want.export_to:
+        file, file_failure = observe_exported_file(client, want.export_to, want.age_recipients, has_volume=True)
+    elif want.import_from:
+        file, file_failure = observe_imported_file(client, want.import_from, want.age_identity, has_volume=True)
     return CurrentState(
         resources,
         snapshot_refs,
@@ -351,6 +366,8 @@ class _VolumePlan:
             "snapshot": file.snapshot_id,
             "data_bytes": file.data_bytes,
         }
+        if want.age_identity:
+            request["identity"] = want.age_identity
         new_view = {"name": self.name, "size_mb": size_mb, "attachments": [], "snapshots": [], "from_snapshot": ""}
         self._add_step("import", request, **new_view, imported_from=file.snapshot_id)
 
@@ -431,13 +448,16 @@ class _VolumePlan:
         if self.have.file_failure is not None:
             raise self.have.file_failure
         (snapshot,) = self.want.snapshots or ("",)
-        file, path = self.have.file, self.want.export_to
+        file, path, recipients = self.have.file, self.want.export_to, self.want.age_recipients
         snapshot_id = self.have.snapshot_ids.get(self.name, {}).get(snapshot, "")
-        if file is None or not file.is_complete or file.snapshot_id != snapshot_id:
+        expected = (True, snapshot_id, recipients)
+        if file is None or (file.is_complete, file.snapshot_id, file.recipients) != expected:
             overwritten_id = file.snapshot_id if file is not None else ""
-            self._add_step(
-                "export", {"snapshot": snapshot, "file": path, "overwrites": overwritten_id}, exported_to=path
-            )
+            request: dict[str, Any] = {"snapshot": snapshot, "file": path, "overwrites": overwritten_id}
+            changes: dict[str, Any] = {"exported_to": path}
+            if recipients:
+                request["recipients"] = changes["encrypted_for"] = list(recipients)
+            self._add_step("export", request, **changes)
         elif file.mode & ~PRIVATE_MODE:
             self.before = {**self._current_view, "file_mode": f"{file.mode:04o}"}
             self._add_step("protect", {"file": path}, file_mode=f"{PRIVATE_MODE:04o}")
@@ -567,13 +587,16 @@ def apply(action: Action, client: Client) -> dict[str, Failure]:
     elif action.verb == "attach":
         client.post(f"/sandboxes/{quote_segment(request['sandbox'])}/volumes", dict(request["body"]))
     elif action.verb == "import":
-        import_from_file(client, "/volumes", request["file"], name=name, trust=request["trust"])
+        import_from_file(
+            client, "/volumes", request["file"], request.get("identity", ""), name=name, trust=request["trust"]
+        )
     elif action.verb == "capture":
         if "file" in request:
             require_writable_file(client, request["file"])
         client.post(f"{path}/snapshots", {"name": request["snapshot"]})
     elif action.verb == "export":
-        export_to_file(client, f"{path}/snapshots/{quote_segment(request['snapshot'])}", request["file"])
+        snapshot_path = f"{path}/snapshots/{quote_segment(request['snapshot'])}"
+        export_to_file(client, snapshot_path, request["file"], recipients=request.get("recipients", ()))
     elif action.verb == "protect":
         protect_file(client, request["file"])
     elif action.verb == "rollback":

@@ -14,7 +14,7 @@ description:
   - Ensures that the named snapshots exist or do not exist. A snapshot captures the file system of a running sandbox
     and, where the host supports it, its memory.
   - A snapshot can be written to a file with O(export_to), and created from a file with O(import_from). The file
-    contains everything on the disk and in the memory of the sandbox, including secrets.
+    contains everything on the disk and in the memory of the sandbox, including secrets. O(age_recipients) encrypts it.
   - A snapshot can be pushed to an OCI registry with O(push_to), and created from one with O(pull_from). The gateway
     transfers only what the other side lacks.
   - If the sandbox already has a snapshot of that name, nothing is changed.
@@ -113,6 +113,17 @@ options:
       - A file that contains the snapshot, but not since this one, is replaced.
       - Only jail hosts support this. On hosts of virtual machines, use O(push_to), which sends only new data.
     type: str
+  age_recipients:
+    description:
+      - Encrypt the file of O(export_to) with L(age,https://age-encryption.org) for these recipients. These are keys
+        that begin with C(age1), or SSH public keys of the type C(ssh-ed25519) or C(ssh-rsa). One of their secret keys
+        decrypts the file. The host where the module runs needs the program C(age), but no secret key.
+      - Next to the file C(NAME), the task writes C(.NAME.exported), which says what the file contains. If both match
+        the task, nothing is changed. Otherwise, the task exports again, and replaces the file, even if an encrypted
+        file has no such record. A file that is not encrypted is replaced by an encrypted one, but not vice versa.
+      - If the connection to the gateway is lost, the next export starts again.
+    type: list
+    elements: str
   import_from:
     description:
       - Path of a file on the host where the module runs, to create the snapshot from. If the snapshot exists
@@ -120,6 +131,14 @@ options:
       - If the memory in the file cannot be restored on the gateway's host, only the disk is imported.
         RV(snapshots[].memory) is then V(none).
       - If the connection to the gateway is lost, run the task again. It sends only the rest of the file.
+    type: path
+  age_identity:
+    description:
+      - Path of a file on the host where the module runs, with the secret key that decrypts O(import_from). It is a file
+        that C(age-keygen) wrote, or an SSH private key without a passphrase. The host needs the program C(age).
+      - Required for a file that is encrypted, and refused for any other. If the file was changed or is incomplete,
+        nothing is imported.
+      - If the connection to the gateway is lost, the next import sends the whole file.
     type: path
   push_to:
     description:
@@ -176,6 +195,8 @@ attributes:
         the file that exists now. If O(import_from) does not exist, it refuses the task, and the plan shows that this
         depends on the earlier tasks. It does not check the directory of O(export_to); a run does before it takes the
         snapshot.
+      - With O(age_identity), check mode decrypts only the beginning of the file. It detects a wrong key, but not a file
+        that is incomplete or was changed. It needs the program C(age).
       - Check mode pushes nothing. If O(pull_from) does not exist, it refuses the task, and the plan shows that this
         depends on the earlier tasks. With O(push_to) or O(pull_from), check mode needs a key with the scope C(admin),
         because the gateway contacts the registry.
@@ -234,6 +255,18 @@ EXAMPLES = r"""
     sandbox: web
     export_to: /srv/tuesday.snapshot
     export_since: monday
+
+- name: Write a snapshot to a file that only the owner of a key can decrypt
+  grove.sandbox.sandbox_snapshot:
+    name: before-upgrade
+    export_to: /srv/before-upgrade.snapshot.age
+    age_recipients: [age1ql3z7hjy54pw3hyww5ayyfg7zqgvc7w3j2elw8zmrj2kg5sfn9aqmcac8p]
+
+- name: Create a snapshot from the encrypted file
+  grove.sandbox.sandbox_snapshot:
+    name: restored
+    import_from: /srv/before-upgrade.snapshot.age
+    age_identity: /root/backup-key.txt
 
 - name: Create a snapshot from a file that another gateway has written
   grove.sandbox.sandbox_snapshot:

@@ -96,12 +96,31 @@ options:
         its owner can read it. Other users lose their permissions for an existing file.
       - If the connection to the gateway is lost, run the task again. It continues where the export ended.
     type: path
+  age_recipients:
+    description:
+      - Encrypt the file of O(export_to) with L(age,https://age-encryption.org) for these recipients. These are keys
+        that begin with C(age1), or SSH public keys of the type C(ssh-ed25519) or C(ssh-rsa). One of their secret keys
+        decrypts the file. The host where the module runs needs the program C(age), but no secret key.
+      - Next to the file C(NAME), the task writes C(.NAME.exported), which says what the file contains. If both match
+        the task, nothing is changed. Otherwise, the task exports again, and replaces the file, even if an encrypted
+        file has no such record. A file that is not encrypted is replaced by an encrypted one, but not vice versa.
+      - If the connection to the gateway is lost, the next export starts again.
+    type: list
+    elements: str
   import_from:
     description:
       - Path of a file on the host where the module runs, to create the volume from. If the volume exists and was
         imported from a file with the same snapshot, its contents are not changed, even if the file no longer exists.
       - The volume has the size of the snapshot, unless O(size_mb) is larger.
       - If the connection to the gateway is lost, run the task again. It sends only the rest of the file.
+    type: path
+  age_identity:
+    description:
+      - Path of a file on the host where the module runs, with the secret key that decrypts O(import_from). It is a file
+        that C(age-keygen) wrote, or an SSH private key without a passphrase. The host needs the program C(age).
+      - Required for a file that is encrypted, and refused for any other. If the file was changed or is incomplete,
+        nothing is imported.
+      - If the connection to the gateway is lost, the next import sends the whole file.
     type: path
   trust:
     description:
@@ -141,6 +160,8 @@ attributes:
         the file that exists now. If O(import_from) does not exist, it refuses the task, and the plan shows that this
         depends on the earlier tasks. It does not check the directory of O(export_to); a run does before it takes the
         snapshot.
+      - With O(age_identity), check mode decrypts only the beginning of the file. It detects a wrong key, but not a file
+        that is incomplete or was changed. It needs the program C(age).
   idempotent:
     support: partial
     details:
@@ -193,6 +214,13 @@ EXAMPLES = r"""
     name: code
     snapshots: [tuesday]
     export_to: /srv/code-tuesday.volume
+
+- name: Write it to a file that only the owner of a key can decrypt
+  grove.sandbox.sandbox_volume:
+    name: code
+    snapshots: [tuesday]
+    export_to: /srv/code-tuesday.volume.age
+    age_recipients: [age1ql3z7hjy54pw3hyww5ayyfg7zqgvc7w3j2elw8zmrj2kg5sfn9aqmcac8p]
 
 - name: Create a volume from a file that another gateway has written
   grove.sandbox.sandbox_volume:

@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-import os
-import random
-import shutil
 import subprocess
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from pathlib import Path
 
 import httpx
@@ -19,26 +15,12 @@ from sandbox_gateway.cli import encryption
 from sandbox_gateway.engine.transfer import transfers
 from tests.cli.running import SANDBOXCTL_COMMAND, Run, check_success
 from tests.cli.test_transfers import taken_snapshot
+from tests.support.age import DAMAGES, FAILURE_AT_THE_END, LARGE_TEXT, Key, decrypt, make_key, write_program
 from tests.support.memory_gateway import MemoryGateway
 from tests.support.memory_host import MemorySource
 from tests.support.waiting import wait_until
 
-LARGE_TEXT = random.Random(5).randbytes(300_000).hex()
-"""A text that cannot be compressed to less than 300 kB."""
-
 __all__ = ["taken_snapshot"]  # a fixture
-
-
-@dataclass
-class Key:
-    path: str
-    recipient: str
-
-
-def make_key(path: Path) -> Key:
-    subprocess.run(["age-keygen", "-o", path], check=True, capture_output=True, timeout=60)
-    public_key = subprocess.run(["age-keygen", "-y", path], check=True, capture_output=True, timeout=60, text=True)
-    return Key(str(path), public_key.stdout.strip())
 
 
 @pytest.fixture
@@ -85,9 +67,7 @@ def test_an_encrypted_snapshot_is_exported_and_imported(
     assert file.stat().st_mode & 0o777 == 0o600 and not (tmp_path / ".file.partial").exists()
     assert file.read_bytes().startswith(b"age-encryption.org/v1\n")
     for number, each in enumerate((key, other_key)):
-        command = ["age", "-d", "-i", each.path, file]
-        contents = subprocess.run(command, check=True, capture_output=True, timeout=60).stdout
-        assert contents == api.get("/snapshots/taken/export").content
+        assert decrypt(file, each) == api.get("/snapshots/taken/export").content
         arguments = (str(file), "--age-identity", each.path, "--name", f"copy-{number}")
         assert check_success(run("--json", "snapshot", "import", *arguments)).json["names"] == [f"copy-{number}"]
 
@@ -152,18 +132,6 @@ def test_a_file_and_an_identity_that_do_not_belong_together_are_refused(
     assert refusal.code == 1 and f"{tmp_path}/missing: no such file or directory" in refusal.err
 
 
-DAMAGES: dict[str, Callable[[bytes], bytes]] = {
-    "cut off in the header": lambda file: file[:60],
-    "cut off in the first chunk": lambda file: file[:500],
-    "cut off in the middle": lambda file: file[: len(file) // 2],
-    "cut off at the end": lambda file: file[:-1],
-    "longer": lambda file: file + b"more",
-    "changed in the middle": lambda file: file[: len(file) // 2] + b"changed" + file[len(file) // 2 + 7 :],
-    "changed at the end": lambda file: file[:-1] + bytes([file[-1] ^ 1]),
-}
-"""What can happen to an encrypted file."""
-
-
 @pytest.mark.usefixtures("no_import_remains")
 @pytest.mark.parametrize("damage", DAMAGES.values(), ids=DAMAGES)
 @pytest.mark.parametrize("uses_stdin", [False, True], ids=["file", "stdin"])
@@ -183,7 +151,7 @@ def test_an_incomplete_or_changed_file_is_not_imported(
 def test_a_file_is_not_imported_if_its_decryption_fails_after_the_last_byte(
     run: Run, exported: Path, key: Key, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    write_program(tmp_path, f"{shutil.which('age')} \"$@\"; echo 'age: error: at the end' >&2; exit 1", monkeypatch)
+    write_program(tmp_path, FAILURE_AT_THE_END, monkeypatch)
     refusal = run("snapshot", "import", str(exported), "--name", "copy", "--age-identity", key.path)
     assert refusal.code == 1 and f"cannot decrypt {exported}: at the end" in refusal.err
 
@@ -272,13 +240,6 @@ def test_a_missing_program_is_named(
         refusal = run("snapshot", *arguments)
         assert refusal.code == 1 and "age is not installed" in refusal.err and "install the package age" in refusal.err
     assert [*tmp_path.iterdir()] == [exported]
-
-
-def write_program(path: Path, script: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Make a shell script the program `age`."""
-    (path / "age").write_text(f"#!/bin/sh\n{script}\n")
-    (path / "age").chmod(0o755)
-    monkeypatch.setenv("PATH", f"{path}:{os.environ['PATH']}")
 
 
 @pytest.mark.parametrize(

@@ -114,6 +114,15 @@ VOLUME_FILE = f"{session.get_run_path()}/%data.volume"
 EXPORTED_VOLUME = (
     "sandbox_volume", {"name": "%data", "size_mb": 64, "snapshots": ["monday"], "export_to": VOLUME_FILE}
 )  # fmt: skip
+AGE_KEY = "AGE-SECRET-KEY-1UYLVX3MNTW0DWMEQ0N49HTLAHGP28DE9T3FZ0QQJ3AAN8WV7EY6QU4MXKD"
+"""A key for these cases alone."""
+AGE_RECIPIENT = "age16wrx85sqee7ymq2chzj8vfp29tten6trhkk0lkq6qaax26jmcf4qzvsnt9"
+AGE_IDENTITY = f"{session.get_run_path()}/age-key"
+"""A file with the key, which the test writes before all cases."""
+ENCRYPTED_SNAPSHOT = (
+    "sandbox_snapshot", {"name": "%golden", "sandbox": "%box", "export_to": FILE, "age_recipients": [AGE_RECIPIENT]}
+)  # fmt: skip
+ENCRYPTED_VOLUME = ("sandbox_volume", {**EXPORTED_VOLUME[1], "age_recipients": [AGE_RECIPIENT]})
 BOX_CHANGES = (("write", "%box"),)
 
 SANDBOX_CASES = (
@@ -236,6 +245,13 @@ SNAPSHOT_CASES = (
          error_kind="unsupported"),
     Case("sandbox_snapshot", "export_to, over another file", {"name": "%golden", "export_to": TARBALL_PATH},
          (BOX, GOLDEN_SNAPSHOT), error_kind="invalid"),
+    Case("sandbox_snapshot", "age_recipients",
+         {"name": "%golden", "export_to": FILE, "age_recipients": [AGE_RECIPIENT]}, (BOX, GOLDEN_SNAPSHOT)),
+    Case("sandbox_snapshot", "age_recipients, over the same snapshot without encryption",
+         {"name": "%golden", "export_to": FILE, "age_recipients": [AGE_RECIPIENT]}, (BOX, EXPORTED_SNAPSHOT)),
+    Case("sandbox_snapshot", "age_recipients, over the same file", ENCRYPTED_SNAPSHOT[1], (BOX, ENCRYPTED_SNAPSHOT)),
+    Case("sandbox_snapshot", "export_to, over an encrypted file", {"name": "%golden", "export_to": FILE},
+         (BOX, ENCRYPTED_SNAPSHOT), error_kind="invalid"),
     Case("sandbox_snapshot", "export_since, on a host of virtual machines",
          {"name": "%golden", "sandbox": "%box", "export_to": FILE, "export_since": "base"}, (BOX,),
          error_kind="unsupported"),
@@ -247,6 +263,13 @@ SNAPSHOT_CASES = (
     Case("sandbox_snapshot", "import_from, for a captured snapshot", {"name": "%golden", "import_from": FILE},
          (BOX, EXPORTED_SNAPSHOT), error_kind="conflict"),
     Case("sandbox_snapshot", "import_from, without the file", {"name": "%copy", "import_from": FILE},
+         error_kind="invalid"),
+    Case("sandbox_snapshot", "import_from, age_identity",
+         {"name": "%copy", "import_from": FILE, "age_identity": AGE_IDENTITY}, (BOX, ENCRYPTED_SNAPSHOT)),
+    Case("sandbox_snapshot", "import_from, without age_identity", {"name": "%copy", "import_from": FILE},
+         (BOX, ENCRYPTED_SNAPSHOT), error_kind="invalid"),
+    Case("sandbox_snapshot", "age_identity, for a file without encryption",
+         {"name": "%copy", "import_from": FILE, "age_identity": AGE_IDENTITY}, (BOX, EXPORTED_SNAPSHOT),
          error_kind="invalid"),
     Case("sandbox_snapshot", "push_to, for a registry that is not allowed",
          {"name": "%golden", "push_to": "registry.example/team/env:before"}, (BOX, GOLDEN_SNAPSHOT),
@@ -341,6 +364,11 @@ VOLUME_CASES = (
     Case("sandbox_volume", "export_to, over another file",
          {"name": "%data", "snapshots": ["monday"], "export_to": TARBALL_PATH}, (VOLUME_WITH_SNAPSHOT,),
          error_kind="invalid"),
+    Case("sandbox_volume", "age_recipients",
+         {"name": "%data", "snapshots": ["monday"], "export_to": VOLUME_FILE, "age_recipients": [AGE_RECIPIENT]},
+         (VOLUME_WITH_SNAPSHOT,)),
+    Case("sandbox_volume", "import_from, age_identity",
+         {"name": "%copy", "import_from": VOLUME_FILE, "age_identity": AGE_IDENTITY}, (ENCRYPTED_VOLUME,)),
     Case("sandbox_volume", "import_from, trust, larger size_mb",
          {"name": "%copy", "import_from": VOLUME_FILE, "trust": ["0" * 64], "size_mb": 128}, (EXPORTED_VOLUME,)),
     Case("sandbox_volume", "import_from, for a volume that was not imported",

@@ -15,6 +15,7 @@ from sandbox_gateway.errors import InUse
 from tests.collection import agents
 from tests.collection.recipes import PlaybookRunner, check_refusal, check_success
 from tests.collection.runner import Target
+from tests.support.age import make_key
 from tests.support.gateway import Gateway
 from tests.support.memory_gateway import MemoryGateway
 from tests.support.waiting import wait_until
@@ -225,6 +226,35 @@ def test_nightly_backups_are_written_once_pruned_and_restored(
         check_success(playbook_runner.run_documented_play("restore_backup", **restore_variables), 0)
     with gateway.client() as api:
         assert api.get("/sandboxes/new").json()["state"] == "running"
+    assert gateway.host.files[gateway.engine.volumes.get("new-data").id] == {"color": "blue"}
+
+
+def test_nightly_backups_can_be_encrypted(
+    playbook_runner: PlaybookRunner, gateway: MemoryGateway, tmp_path: Path
+) -> None:
+    create_sandbox(gateway, "web", team="blue")
+    create_volume(gateway, "data", color="blue")
+    key, other_key = make_key(tmp_path / "key"), make_key(tmp_path / "other-key")
+    directory = tmp_path / "backups"
+    variables = {
+        "backup_directory": str(directory),
+        "backup_keep": 1,
+        "backup_age_recipients": f"{key.recipient}, {other_key.recipient}",
+    }
+    for stamp, change_count in (("1", 3), ("1", 0), ("2", 4)):
+        run = playbook_runner.run_documented_play("nightly_backups", backup_stamp=stamp, **variables)
+        check_success(run, change_count)
+    names = [".data@2.volume.exported", ".web@2.snapshot.exported", "data@2.volume", "web@2.snapshot"]
+    assert sorted(path.name for path in directory.iterdir()) == names
+    assert all((directory / name).read_bytes().startswith(b"age-encryption.org/v1") for name in names[2:])
+    for name, file, change_count in (("new", "web@2.snapshot", 2), ("new-data", "data@2.volume", 1)):
+        options = {"restore_file": str(directory / file), "restore_name": name}
+        refusal = playbook_runner.run_documented_play("restore_backup", **options)
+        check_refusal(refusal, f"{directory}/{file} is encrypted: set age_identity")
+        options["restore_age_identity"] = key.path
+        check_success(playbook_runner.run_documented_play("restore_backup", "--check", **options), change_count)
+        check_success(playbook_runner.run_documented_play("restore_backup", **options), change_count)
+        check_success(playbook_runner.run_documented_play("restore_backup", **options), 0)
     assert gateway.host.files[gateway.engine.volumes.get("new-data").id] == {"color": "blue"}
 
 

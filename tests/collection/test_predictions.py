@@ -15,13 +15,14 @@ import re
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from sandbox_gateway.errors import InUseExternally
 from sandbox_gateway.records import VolumeSnapshot
-from tests.collection.predictions import CASES, RESOURCE_KINDS, Case, insert_prefix, make_task
+from tests.collection.predictions import AGE_IDENTITY, AGE_KEY, CASES, RESOURCE_KINDS, Case, insert_prefix, make_task
 from tests.collection.runner import Result, Target, check_plan, check_prediction
 from tests.support import memory_host, session
 from tests.support.memory_gateway import MemoryGateway
@@ -54,6 +55,7 @@ def results_by_case(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[C
     """
     root = tmp_path_factory.mktemp("predictions")
     session.get_run_path().mkdir(parents=True, exist_ok=True)
+    Path(AGE_IDENTITY).write_text(AGE_KEY)
     gateway = MemoryGateway(root, ShellHost(), log={"level": "warning"})
     try:
         gateway.build_template("base")
@@ -225,6 +227,8 @@ This page also shows the exceptions:
 * Check mode does not know which files and directories earlier tasks of the run create. If `import_from` does not
   exist, check mode refuses the task, and the plan lists as unknown whether an earlier task writes the file. If the
   directory of `export_to` does not exist, the real run fails and changes nothing.
+* With `age_identity`, check mode decrypts only the beginning of the file. If the rest was changed or is missing, the
+  real run fails and imports nothing.
 * In a [fleet](fleets.md#check-mode-and-plans), a run that does not apply a plan may choose other hosts for new
   sandboxes than check mode predicts.
 
