@@ -239,6 +239,7 @@ def test_nightly_backups_can_be_encrypted(
     variables = {
         "backup_directory": str(directory),
         "backup_keep": 1,
+        "backup_volumes": "data",
         "backup_age_recipients": f"{key.recipient}, {other_key.recipient}",
     }
     for stamp, change_count in (("1", 3), ("1", 0), ("2", 4)):
