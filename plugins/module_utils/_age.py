@@ -128,8 +128,7 @@ class _Process:
         self._timeout = timeout
 
     def write(self, piece: bytes) -> None:
-        assert self._process.stdin is not None
-        descriptor, rest = self._process.stdin.fileno(), memoryview(piece)
+        descriptor, rest = _get_descriptor(self._process.stdin), memoryview(piece)
         while rest:
             self._wait_until_ready(descriptor, selectors.EVENT_WRITE)
             try:
@@ -146,8 +145,7 @@ class _Process:
         self._require_success()
 
     def read_all(self) -> Iterator[bytes]:
-        assert self._process.stdout is not None
-        descriptor = self._process.stdout.fileno()
+        descriptor = _get_descriptor(self._process.stdout)
         while True:
             self._wait_until_ready(descriptor, selectors.EVENT_READ)
             piece = os.read(descriptor, _PIECE_BYTES)
@@ -193,6 +191,12 @@ class _Process:
         if self._process.stdout is None:
             return Failure(f"{message}: correct age_recipients, and check the free space", kind)
         return UnusableBody(f"{message}: check age_identity; if it is the right one, copy the file again", kind)
+
+
+def _get_descriptor(pipe: IO[bytes] | None) -> int:
+    if pipe is None:
+        raise ValueError("age was started without this pipe")
+    return pipe.fileno()
 
 
 @contextlib.contextmanager

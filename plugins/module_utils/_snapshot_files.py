@@ -573,7 +573,8 @@ def new_file_opened(path: str, recipients: Sequence[str] = (), timeout: float = 
     try:
         can_continue = False
         try:
-            with _encryption_started(recipients, path, descriptor, timeout) as encryption:
+            with contextlib.ExitStack() as stack:
+                encryption = stack.enter_context(_encryption_started(recipients, path, descriptor, timeout))
                 file = NewFile(path, descriptor, encryption)
                 try:
                     yield file
