@@ -17,13 +17,15 @@ import yaml
 
 from tests.collection.runner import Target, Task
 from tests.support import artifact_registry
-from tests.support.artifact_registry import Registry
+from tests.support.age import make_key
+from tests.support.artifact_registry import Registry, registry_started
 from tests.support.faulty_gateway import TEMPLATE, running_gateway
 from tests.support.session import REPOSITORY
 
 MODULE_FILES = sorted((REPOSITORY / "plugins" / "modules").glob("*.py"))
 IMAGE_PATH = "/srv/images/base.tar.zst"
 REGISTRY = "registry.example"
+IDENTITY_PATH, RECIPIENT = "/root/backup-key.txt", "age1ql3z7hjy54pw3hyww5ayyfg7zqgvc7w3j2elw8zmrj2kg5sfn9aqmcac8p"
 DOCKERFILE_PATH = "/srv/api/Dockerfile"
 OPTIONS_OF_OTHER_GATEWAYS = {"placement", "export_since"}
 EXPORTED_FILE_PATHS = ("/srv/before-upgrade.snapshot", "/srv/code-tuesday.volume")
@@ -71,10 +73,8 @@ def load_examples(module: Path) -> list[Task]:
 
 @pytest.fixture(scope="module")
 def registry(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Registry]:
-    registry = Registry(tmp_path_factory.mktemp("registry"))
-    registry.start()
-    yield registry
-    registry.kill()
+    with registry_started(tmp_path_factory.mktemp("registry")) as registry:
+        yield registry
 
 
 @pytest.fixture
@@ -119,6 +119,8 @@ def test_examples_succeed_and_change_something(
     dockerfile = tmp_path / "Dockerfile"
     dockerfile.write_text("FROM registry.example/team/api:1.4\nRUN apt-get install -y git\n")
     text = text.replace(DOCKERFILE_PATH, str(dockerfile))
+    key = make_key(tmp_path / "backup-key.txt")
+    text = text.replace(IDENTITY_PATH, key.path).replace(RECIPIENT, key.recipient)
     for path in EXPORTED_FILE_PATHS:
         text = text.replace(path, str(tmp_path / Path(path).name))
     fingerprint = target.client.get("/signer")["fingerprint"]

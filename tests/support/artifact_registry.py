@@ -46,6 +46,17 @@ class Registry:
 
 
 @contextlib.contextmanager
+def registry_started(directory: Path, **options: Any) -> Iterator[Registry]:
+    """Run a registry inside this context. The test may kill it, and start it again."""
+    registry = Registry(directory, **options)
+    registry.start()
+    try:
+        yield registry
+    finally:
+        registry.kill()
+
+
+@contextlib.contextmanager
 def running_gateway(root: Path, registry: Registry, **settings: Any) -> Iterator[MemoryGateway]:
     root.mkdir(exist_ok=True)
     section = {"allowed": [registry.address], "plain_http": [registry.address], **settings}
