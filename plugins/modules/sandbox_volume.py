@@ -96,31 +96,12 @@ options:
         its owner can read it. Other users lose their permissions for an existing file.
       - If the connection to the gateway is lost, run the task again. It continues where the export ended.
     type: path
-  age_recipients:
-    description:
-      - Encrypt the file of O(export_to) with L(age,https://age-encryption.org) for these recipients. These are keys
-        that begin with C(age1), or SSH public keys of the type C(ssh-ed25519) or C(ssh-rsa). One of their secret keys
-        decrypts the file. The host where the module runs needs the program C(age), but no secret key.
-      - Next to the file C(NAME), the task writes C(.NAME.exported), which says what the file contains. If both match
-        the task, nothing is changed. Otherwise, the task exports again, and replaces the file, even if an encrypted
-        file has no such record. A file that is not encrypted is replaced by an encrypted one, but not vice versa.
-      - If the connection to the gateway is lost, the next export starts again.
-    type: list
-    elements: str
   import_from:
     description:
       - Path of a file on the host where the module runs, to create the volume from. If the volume exists and was
         imported from a file with the same snapshot, its contents are not changed, even if the file no longer exists.
       - The volume has the size of the snapshot, unless O(size_mb) is larger.
       - If the connection to the gateway is lost, run the task again. It sends only the rest of the file.
-    type: path
-  age_identity:
-    description:
-      - Path of a file on the host where the module runs, with the secret key that decrypts O(import_from). It is a file
-        that C(age-keygen) wrote, or an SSH private key without a passphrase. The host needs the program C(age).
-      - Required for a file that is encrypted, and refused for any other. If the file was changed or is incomplete,
-        nothing is imported.
-      - If the connection to the gateway is lost, the next import sends the whole file.
     type: path
   trust:
     description:
@@ -148,6 +129,7 @@ options:
     type: bool
     default: false
 extends_documentation_fragment:
+  - grove.sandbox.age
   - grove.sandbox.gateway
   - grove.sandbox.attributes
 attributes:

@@ -20,7 +20,16 @@ from sandbox_gateway.engine.transfer import artifact_format, registry_client
 from sandbox_gateway.engine.transfer.manifest import parse_manifest
 from sandbox_gateway.engine.transfer.signing import Signer
 from sandbox_gateway.hosts.base import Room, SnapshotPart
-from tests.support.artifact_registry import Registry, get_signer, read, running_gateway, take, wait_for, write
+from tests.support.artifact_registry import (
+    Registry,
+    get_signer,
+    read,
+    registry_started,
+    running_gateway,
+    take,
+    wait_for,
+    write,
+)
 from tests.support.images import PASSWORD, USER, write_auth_file
 from tests.support.memory_gateway import ADMIN_KEY, EXEC_KEY, READ_KEY, MemoryGateway
 from tests.support.waiting import wait_until
@@ -31,19 +40,15 @@ MIB = 1 << 20
 
 @pytest.fixture(scope="module")
 def shared_registry(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Registry]:
-    registry = Registry(tmp_path_factory.mktemp("registry"))
-    registry.start()
-    yield registry
-    registry.kill()
+    with registry_started(tmp_path_factory.mktemp("registry")) as registry:
+        yield registry
 
 
 @pytest.fixture
 def own_registry(tmp_path: Path) -> Iterator[Registry]:
     """A registry that the test may kill."""
-    registry = Registry(tmp_path / "registry")
-    registry.start()
-    yield registry
-    registry.kill()
+    with registry_started(tmp_path / "registry") as registry:
+        yield registry
 
 
 @pytest.fixture(scope="module")

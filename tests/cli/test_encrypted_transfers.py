@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import subprocess
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import httpx
@@ -12,15 +12,22 @@ from cryptography.hazmat.primitives import serialization
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from sandbox_gateway.cli import encryption
-from sandbox_gateway.engine.transfer import transfers
 from tests.cli.running import SANDBOXCTL_COMMAND, Run, check_success
 from tests.cli.test_transfers import taken_snapshot
-from tests.support.age import DAMAGES, FAILURE_AT_THE_END, LARGE_TEXT, Key, decrypt, make_key, write_program
+from tests.support.age import (
+    DAMAGES,
+    FAILURE_AT_THE_END,
+    LARGE_TEXT,
+    Key,
+    decrypt,
+    make_key,
+    no_import_remains,
+    write_program,
+)
 from tests.support.memory_gateway import MemoryGateway
 from tests.support.memory_host import MemorySource
-from tests.support.waiting import wait_until
 
-__all__ = ["taken_snapshot"]  # a fixture
+__all__ = ["no_import_remains", "taken_snapshot"]  # fixtures
 
 
 @pytest.fixture
@@ -43,18 +50,6 @@ def exported(run: Run, large_snapshot: None, key: Key, tmp_path: Path) -> Path:
     check_success(run("snapshot", "export", "large", str(file), "--age-recipient", key.recipient))
     assert file.stat().st_size > 4 * 65536
     return file
-
-
-@pytest.fixture
-def no_import_remains(
-    memory_gateway: MemoryGateway, api: httpx.Client, monkeypatch: pytest.MonkeyPatch
-) -> Iterator[None]:
-    """Check afterwards that the test has imported nothing, not even in part. The gateway processes what it gets."""
-    monkeypatch.setattr(transfers, "_BATCH_BYTES", 1)
-    yield
-    wait_until(lambda: memory_gateway.engine.transfers._active_count == 0)
-    assert api.get("/interrupted-imports").json() == [] and memory_gateway.host.partial_imports == set()
-    assert "copy" not in [name for each in api.get("/snapshots").json() for name in each["names"]]
 
 
 def test_an_encrypted_snapshot_is_exported_and_imported(

@@ -17,7 +17,7 @@ from ansible_collections.grove.sandbox.plugins.module_utils._approval import (
 from ansible_collections.grove.sandbox.plugins.module_utils._artifacts import replace_tag
 from ansible_collections.grove.sandbox.plugins.module_utils._run import PLAN_KEY, run
 
-from tests.support.artifact_registry import Registry, get_signer, read, running_gateway, take, write
+from tests.support.artifact_registry import Registry, get_signer, read, registry_started, running_gateway, take, write
 from tests.support.memory_gateway import READ_KEY, MemoryGateway
 
 _run_numbers = itertools.count()
@@ -25,10 +25,8 @@ _run_numbers = itertools.count()
 
 @pytest.fixture(scope="module")
 def registry(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Registry]:
-    registry = Registry(tmp_path_factory.mktemp("registry"))
-    registry.start()
-    yield registry
-    registry.kill()
+    with registry_started(tmp_path_factory.mktemp("registry")) as registry:
+        yield registry
 
 
 @pytest.fixture(scope="module")

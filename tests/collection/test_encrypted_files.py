@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,12 +14,21 @@ from ansible_collections.grove.sandbox.plugins.module_utils import _snapshot, _v
 from ansible_collections.grove.sandbox.plugins.module_utils._module import redact_options
 from ansible_collections.grove.sandbox.plugins.module_utils._run import MASK, PLAN_KEY
 
-from sandbox_gateway.engine.transfer import transfers
 from tests.collection.test_volume_file_options import list_actions, run_module
-from tests.support.age import DAMAGES, FAILURE_AT_THE_END, LARGE_TEXT, Key, decrypt, make_key, write_program
+from tests.support.age import (
+    DAMAGES,
+    FAILURE_AT_THE_END,
+    LARGE_TEXT,
+    Key,
+    decrypt,
+    make_key,
+    no_import_remains,
+    write_program,
+)
 from tests.support.memory_gateway import MemoryGateway
 from tests.support.memory_host import MemorySource
-from tests.support.waiting import wait_until
+
+__all__ = ["no_import_remains"]  # a fixture
 
 
 @pytest.fixture
@@ -64,18 +73,6 @@ def import_(memory_gateway: MemoryGateway, file: Path, key: Key) -> Callable[...
         return run_module(memory_gateway, _snapshot, check=check, **options)
 
     return run_import
-
-
-@pytest.fixture
-def no_import_remains(
-    memory_gateway: MemoryGateway, api: httpx.Client, monkeypatch: pytest.MonkeyPatch
-) -> Iterator[None]:
-    """Check afterwards that the test has imported nothing, not even in part. The gateway processes what it gets."""
-    monkeypatch.setattr(transfers, "_BATCH_BYTES", 1)
-    yield
-    wait_until(lambda: memory_gateway.engine.transfers._active_count == 0)
-    assert api.get("/interrupted-imports").json() == [] and memory_gateway.host.partial_imports == set()
-    assert "copy" not in [name for each in api.get("/snapshots").json() for name in each["names"]]
 
 
 def read_record(file: Path) -> dict[str, Any]:

@@ -6,11 +6,16 @@ import os
 import random
 import shutil
 import subprocess
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+import httpx
 import pytest
+
+from sandbox_gateway.engine.transfer import transfers
+from tests.support.memory_gateway import MemoryGateway
+from tests.support.waiting import wait_until
 
 LARGE_TEXT = random.Random(5).randbytes(300_000).hex()
 """A text that cannot be compressed to less than 300 kB. `age` encrypts chunks of 64 KiB."""
@@ -45,6 +50,18 @@ def make_key(path: Path) -> Key:
 def decrypt(file: Path, key: Key) -> bytes:
     command = ["age", "-d", "-i", key.path, str(file)]
     return subprocess.run(command, check=True, capture_output=True, timeout=60).stdout
+
+
+@pytest.fixture
+def no_import_remains(
+    memory_gateway: MemoryGateway, api: httpx.Client, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[None]:
+    """Check afterwards that the test has imported nothing, not even in part. The gateway processes what it gets."""
+    monkeypatch.setattr(transfers, "_BATCH_BYTES", 1)
+    yield
+    wait_until(lambda: memory_gateway.engine.transfers._active_count == 0)
+    assert api.get("/interrupted-imports").json() == [] and memory_gateway.host.partial_imports == set()
+    assert "copy" not in [name for each in api.get("/snapshots").json() for name in each["names"]]
 
 
 def write_program(directory: Path, script: str, monkeypatch: pytest.MonkeyPatch) -> None:

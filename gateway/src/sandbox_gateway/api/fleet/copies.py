@@ -88,22 +88,21 @@ class _Copying:
         self._path = f"/snapshots/{quote(ref, safe='')}"
         self._headers = headers
         self._memory = memory
-        self._origin_id = ""
 
     async def run(self) -> Snapshot:
         """Return the copy. Raises GatewayError."""
         imports = self._engine.transfers.interrupted_imports
-        snapshot_id, self._origin_id = await self._find_ids()
+        snapshot_id, origin_id = await self._find_ids()
         interrupted = next((each for each in imports.list() if each.snapshot == snapshot_id), None)
         if interrupted is not None:
             try:
-                return await self._import(interrupted)
+                return await self._import(interrupted, origin_id)
             except (Conflict, NotFound) as error:
                 # The source would now send other bytes, for example with another release of the compression library.
                 log.info("a copy begins again", snapshot=snapshot_id, reason=error.message)
                 if interrupted in imports.list():
                     await imports.discard(interrupted.id)
-        return await self._import(None)
+        return await self._import(None, origin_id)
 
     async def _find_ids(self) -> tuple[str, str]:
         """Return the id of the source's snapshot, and that of the original if this is a copy, too."""
@@ -113,11 +112,11 @@ class _Copying:
         snapshot = json.loads(answer.body)
         return str(snapshot["snapshotID"]), str((snapshot.get("imported") or {}).get("snapshotID", ""))
 
-    async def _import(self, interrupted: InterruptedImport | None) -> Snapshot:
+    async def _import(self, interrupted: InterruptedImport | None, origin_id: str) -> Snapshot:
         """Import the file, as long as the source answers."""
-        return await self._fleet.peers.run_while_answering(self._source, self._import_file(interrupted))
+        return await self._fleet.peers.run_while_answering(self._source, self._import_file(interrupted, origin_id))
 
-    async def _import_file(self, interrupted: InterruptedImport | None) -> Snapshot:
+    async def _import_file(self, interrupted: InterruptedImport | None, origin_id: str) -> Snapshot:
         query: dict[str, str] = {"memory": self._memory}
         continuation = None
         if interrupted is not None and interrupted.file is not None:
@@ -135,7 +134,7 @@ class _Copying:
                 raise _create_error(Answer(self._source, response.status_code, response.headers, body))
             try:
                 return await self._engine.transfers.import_(
-                    _read_pieces(response), continuation=continuation, origin_id=self._origin_id
+                    _read_pieces(response), continuation=continuation, origin_id=origin_id
                 )
             except httpx.TransportError as error:
                 raise peers.create_error(self._source, error) from None
