@@ -21,7 +21,7 @@ from typing import Any
 import pytest
 
 from sandbox_gateway.config import Network
-from sandbox_gateway.errors import BackendFailed
+from sandbox_gateway.errors import BackendFailed, Timeout
 from sandbox_gateway.hosts.kvm_xfs.files import reflink
 from sandbox_gateway.hosts.kvm_xfs.network.addresses import (
     GATEWAY_ADDRESS,
@@ -32,7 +32,7 @@ from sandbox_gateway.hosts.kvm_xfs.network.addresses import (
     get_volume_namespace,
 )
 from sandbox_gateway.hosts.kvm_xfs.network.rules import VOLUME_ACCESS, apply_on_host, build_host_rules
-from sandbox_gateway.hosts.kvm_xfs.volumes import file_system, server_pool
+from sandbox_gateway.hosts.kvm_xfs.volumes import file_system, server_pool, server_start
 from sandbox_gateway.hosts.kvm_xfs.volumes.configuration import derive_marker, render_configuration
 from sandbox_gateway.hosts.kvm_xfs.volumes.server_pool import ServerPool
 from sandbox_gateway.hosts.kvm_xfs.volumes.server_process import ServerProcess, ServerSettings
@@ -49,6 +49,7 @@ from tests.kvm_xfs.volume_clients import (
 )
 from tests.support import nfs3
 from tests.support.nfs3 import Mount, NfsError, RpcRejected
+from tests.support.waiting import wait_until
 
 
 async def wait_for_loop_devices(root: Path) -> None:
@@ -590,6 +591,38 @@ async def test_clients_cannot_reach_a_server_before_it_is_isolated(
         assert not any(slot.host_address in elements for elements in elements_before_ready)
         await volume.serve({slot: True})
         assert slot.host_address in run_command("nft", "list", "set", "inet", get_host_table(s.network), VOLUME_ACCESS)
+
+
+async def test_a_server_that_hangs_while_it_starts_is_killed_and_started_again(
+    xfs_root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with setup(xfs_root) as s:
+        volume, (slot, guest) = await s.create_volume(), await s.create_guest()
+        original_wait_until_ready = ServerStarter._wait_until_ready
+        pids: list[int] = []
+        hanging_starts = 1
+
+        async def hang_then_wait(
+            starter: ServerStarter, process: asyncio.subprocess.Process, server: ServerProcess, marker: str
+        ) -> None:
+            if len(pids) < hanging_starts:
+                assert process.stdout is not None
+                pids.append(int(await process.stdout.readline()))
+                await asyncio.sleep(60)
+            await original_wait_until_ready(starter, process, server, marker)
+
+        monkeypatch.setattr(ServerStarter, "_wait_until_ready", hang_then_wait)
+        monkeypatch.setattr(server_start, "_START_TIMEOUT_SECONDS", 3.0)
+        await volume.serve({slot: False})
+        assert volume.connect_nfs(guest).getattr(volume.mount_volume(guest)).kind == 2
+        assert len(pids) == 1
+        wait_until(lambda: not Path(f"/proc/{pids[0]}/exe").exists())  # A zombie has none.
+        await s.servers.stop(volume.id)
+        hanging_starts = 3
+        with pytest.raises(Timeout, match=f"the server for volume {volume.id} did not answer within 3 s"):
+            await volume.serve({slot: False})
+        assert len(pids) == 3, "it was started more than twice"
+        await wait_for_loop_devices(s.root)
 
 
 async def test_a_server_that_is_not_isolated_is_not_adopted(xfs_root: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -31,7 +31,9 @@ from sandbox_gateway.hosts.kvm_xfs.volumes.server_process import (
 )
 from sandbox_gateway.log import Logger
 
-_START_TIMEOUT_SECONDS = 20.0
+_START_TIMEOUT_SECONDS = 15.0
+_START_ATTEMPTS = 2
+"""Rarely, nfs-ganesha hangs while it starts. The same start succeeds when it is repeated."""
 _APPLY_TIMEOUT_SECONDS = 2.0
 _QUERY_TIMEOUT_SECONDS = 2.0
 _QUERY_INTERVAL_SECONDS = 0.005
@@ -78,10 +80,34 @@ class ServerStarter:
         save_settings(directory, settings)
         marker, text = self._build_configuration(volume, settings)
         replace_file(directory / CONFIG_FILE, text)
+        server = await self._launch_repeatedly(volume, settings, marker, program_path)
+        try:
+            yield server
+        except BaseException:
+            server.send_signal(signal.SIGKILL)
+            server.stop_watching()
+            raise
+        server.is_current = True
+        log.info("serving a volume", volume=volume, pid=server.pid, ms=round((time.monotonic() - start_time) * 1000))
+
+    async def _launch_repeatedly(
+        self, volume: str, settings: ServerSettings, marker: str, program_path: str
+    ) -> ServerProcess:
+        for attempts_left in reversed(range(_START_ATTEMPTS)):
+            try:
+                return await self._launch(volume, settings, marker, program_path)
+            except Timeout as error:
+                if not attempts_left:
+                    raise
+                log.warning("a volume server is started again", volume=volume, reason=error.message)
+        raise AssertionError("unreachable")
+
+    async def _launch(self, volume: str, settings: ServerSettings, marker: str, program_path: str) -> ServerProcess:
+        """Start the process of a server, and wait until it is ready and isolated. On failure, kill it."""
         server = ServerProcess(volume, 0, settings, log=create_log())
         process = await asyncio.create_subprocess_exec(
-            *(sys.executable, "-I", "-S", launcher.__file__, settings.image, str(directory), volume, program_path),
-            *(str(self.namespace), build_file_server_filter().hex(), str(settings.port)),
+            *(sys.executable, "-I", "-S", launcher.__file__, settings.image, str(self._root / volume), volume),
+            *(program_path, str(self.namespace), build_file_server_filter().hex(), str(settings.port)),
             stdin=asyncio.subprocess.PIPE,
             stdout=asyncio.subprocess.PIPE,
             stderr=server.log,
@@ -92,7 +118,6 @@ class ServerStarter:
         try:
             async with asyncio.timeout(_START_TIMEOUT_SECONDS):
                 await self._wait_until_ready(process, server, marker)
-            yield server
         except BaseException as error:
             if process.returncode is None:
                 with contextlib.suppress(ProcessLookupError):
@@ -109,8 +134,7 @@ class ServerStarter:
                     "Check the load of the host"
                 ) from None
             raise
-        server.is_current = True
-        log.info("serving a volume", volume=volume, pid=server.pid, ms=round((time.monotonic() - start_time) * 1000))
+        return server
 
     async def _wait_until_ready(self, process: asyncio.subprocess.Process, server: ServerProcess, marker: str) -> None:
         assert process.stdout is not None and process.stdin is not None
