@@ -25,6 +25,7 @@ _OWN_ROUTES = {
     ("PATCH", "/fleet/hosts/{host}"),
     ("DELETE", "/fleet/hosts/{host}"),
     ("POST", "/snapshots/{ref}/copy"),
+    ("POST", "/sandboxes/{ref}/move"),
 }
 
 

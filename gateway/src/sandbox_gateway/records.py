@@ -247,6 +247,30 @@ class OnTimeout(StrEnum):
     PAUSE = "pause"
 
 
+class Departure(_Part):
+    """A move of a sandbox to another host of the fleet that is not complete yet. The sandbox stays paused."""
+
+    move: str
+    """The id of the move."""
+    target: str
+    """The name of the host that gets the sandbox."""
+    snapshot: str = ""
+    """The snapshot from which the sandbox continues there."""
+    resumes: bool = False
+    """Whether the sandbox ran before the move, and has to be resumed after it."""
+
+
+class Arrival(_Part):
+    """A move of a sandbox from another host of the fleet that is not complete yet. Until then, it is hidden."""
+
+    move: str
+    """The id of the move."""
+    source: str
+    """The name of the host that has the sandbox."""
+    resumes: bool = False
+    """Whether the sandbox ran before the move, and has to be resumed after it."""
+
+
 class Sandbox(_Record):
     """A sandbox: an identity (id, name, metadata) and the machine that currently runs it (``instance``).
 
@@ -295,6 +319,8 @@ class Sandbox(_Record):
     """The last number used in the name of a branch. Numbers are not reused."""
     mounts: list[Mount] = Field(default_factory=list)
     """The mounted volumes, in mount order."""
+    departure: Departure | None = None
+    arrival: Arrival | None = None
     host: dict[str, Any] = Field(default_factory=dict)
     """Data that the host needs to find the machine after a restart, such as its network slot, pid and start time."""
 

@@ -20,7 +20,7 @@ from sandbox_gateway.engine.spec import ForkSpec, MountSpec
 from sandbox_gateway.errors import GatewayError, NoSpace, NotFound
 from sandbox_gateway.hosts.base import Room
 from sandbox_gateway.recipes import Recipe
-from sandbox_gateway.records import NetworkPolicy, Resources, Snapshot
+from sandbox_gateway.records import Arrival, NetworkPolicy, Resources, Snapshot
 from tests.support.memory_engine import build, create, opened_engine, wait_until
 from tests.support.memory_host import MemoryHost
 
@@ -40,7 +40,9 @@ _NON_OPERATIONS = {
     # Their duration depends on the client.
     "BuildFiles.store",
     "Transfers.export",
+    "Transfers.export_hidden",
     "Transfers.export_volume",
+    "Moves.export",
     # Calls a measured operation.
     "Templates.rebuild",
     # Start a measured operation, or cancel it: see tests/api/test_artifacts.py.
@@ -59,6 +61,13 @@ _NON_OPERATIONS = {
     "RoomMonitor.require_room_for_machines",
     "Templates.remove",
     "Transfers.commit_import",
+    "Sandboxes.pause_locked",
+    "Sandboxes.remove_locked",
+    "Moves.check_arrival",
+    "Moves.receive",
+    "Moves.take_back",
+    "Moves.complete_departure",
+    "Moves.discard_arrival",
     # Background work.
     "Artifacts.watch",
     "BuildFiles.watch",
@@ -89,6 +98,24 @@ async def import_volume_copy(engine: Engine) -> None:
         await engine.transfers.import_volume(export.read_pieces(), name="imported-volume")
     finally:
         await export.close()
+
+
+async def leave_and_arrive(engine: Engine) -> None:
+    """Move a sandbox away, and then to this host again."""
+    sandbox = await engine.moves.depart("a", "move", "h2")
+    export = await engine.moves.export(sandbox.id, "move", memory=True)
+    pieces = [piece async for piece in export.read_pieces()]
+    await export.close()
+    data = engine.moves.describe_for_target(sandbox)
+    await engine.moves.complete_departure(sandbox.id, "move")
+
+    async def read_pieces() -> AsyncIterator[bytes]:
+        for piece in pieces:
+            yield piece
+
+    arrival = Arrival(move="move", source="h2", resumes=True)
+    await engine.moves.receive(await engine.moves.check_arrival(data, resumes=True), arrival, read_pieces())
+    await engine.moves.adopt(sandbox.id, "move", must_start=True)
 
 
 # In the order of execution. Each entry names the method, and the operation and memory mode under which it is counted.
@@ -128,6 +155,8 @@ _CALLS: list[tuple[str, str, str, _Call]] = [
     ("Attachments.attach", "volume.attach", "", lambda e: e.attachments.attach("a", MountSpec("v", "/v"))),
     ("Attachments.detach", "volume.detach", "", lambda e: e.attachments.detach("a", "v")),
     ("Volumes.delete", "volume.delete", "", lambda e: e.volumes.delete("v")),
+    ("Moves.depart", "sandbox.depart", "incremental", leave_and_arrive),
+    ("Moves.adopt", "sandbox.arrive", "full", leave_and_arrive),
     ("Templates.build", "template.request", "", lambda e: e.templates.build("t", Recipe())),
     ("", "template.build", "incremental", lambda e: build(e, "w", "jq")),
     ("Templates.add_names", "template.alias", "", lambda e: e.templates.add_names("t", ["alias"])),

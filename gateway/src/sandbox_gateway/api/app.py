@@ -131,12 +131,14 @@ def create_app(engine: Engine, config: Config, keys: Keys, fleet: Fleet | None =
 
 def _add_fleet(app: FastAPI, fleet: Fleet, engine: Engine, keys: Keys) -> Elsewhere:
     """Add the routes and the middleware of a fleet. Return the sandboxes of its other hosts."""
-    from sandbox_gateway.api.fleet import copies
+    from sandbox_gateway.api.fleet import copies, moves
     from sandbox_gateway.api.fleet.data_plane import RemoteSandboxes
     from sandbox_gateway.api.fleet.forwarding import Forwarder
     from sandbox_gateway.api.fleet.hosts import HostCollector, create_router
     from sandbox_gateway.api.fleet.locator import Locator
     from sandbox_gateway.api.fleet.middleware import FleetMiddleware
+    from sandbox_gateway.api.fleet.move_requests import MoveServer
+    from sandbox_gateway.api.fleet.moves import Mover
     from sandbox_gateway.api.fleet.runs import FleetRuns
 
     app.state.metrics.registry.register(HostCollector(fleet))
@@ -145,7 +147,17 @@ def _add_fleet(app: FastAPI, fleet: Fleet, engine: Engine, keys: Keys) -> Elsewh
     locator = Locator(fleet, engine)
     app.include_router(copies.create_router(fleet, forwarder, locator))
     runs = FleetRuns(fleet, locator, app.state.plans, app.state.applied_runs)
-    app.add_middleware(FleetMiddleware, fleet=fleet, forwarder=forwarder, locator=locator, runs=runs)
+    mover = Mover(fleet, engine)
+    app.include_router(moves.create_router(fleet, mover, forwarder))
+    fleet.background.start(mover.recovery.watch())
+    app.add_middleware(
+        FleetMiddleware,
+        fleet=fleet,
+        forwarder=forwarder,
+        locator=locator,
+        runs=runs,
+        moves=MoveServer(fleet, engine, mover.recovery.active_ids, mover.recovery.try_to_resolve),
+    )
     return RemoteSandboxes(fleet, engine, forwarder, locator)
 
 

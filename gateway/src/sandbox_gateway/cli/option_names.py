@@ -17,6 +17,7 @@ _OPTION_BY_FIELD = {
     "fromSnapshot": "from",
     "labels": "host-label",
     "memory: false": "no-memory",
+    "memory: none": "no-memory",
     "registryPassword": "registry-password-file",
     "volumeMounts": "volume",
     "volumeMounts: []": "no-volumes",

@@ -57,6 +57,9 @@ Strategy = Annotated[
         show_default=False,
     ),
 ]
+NoMemory = Annotated[
+    bool, typer.Option("--no-memory", help="Move only the disk, and boot the sandbox. Programs that run are lost.")
+]
 AntiAffinity = Annotated[bool, typer.Option("--anti-affinity", help="In a fleet: a host of its own for each sandbox.")]
 Count = Annotated[
     int | None, typer.Option("--count", "-n", min=1, max=1000, help="Number of sandboxes.", show_default=False)

@@ -31,6 +31,7 @@ def register(app: typer.Typer) -> None:
         (kill, "kill"),
         (rollback, "rollback"),
         (clone, "clone"),
+        (move, "move"),
         (promote, "promote"),
     ):
         app.command(name)(function)
@@ -194,6 +195,35 @@ def rename(
 
     settings = get_settings(ctx, as_json)
     _print_sandbox(settings.client.call("PATCH", build_path("sandboxes", sandbox), {"name": name}), settings.json)
+
+
+def move(
+    ctx: typer.Context,
+    sandbox: SandboxRef,
+    host: Annotated[
+        str,
+        typer.Option(
+            "--to",
+            metavar="HOST",
+            help="The host that gets it. Default: the suitable one with the most memory.",
+            show_default=False,
+        ),
+    ] = "",
+    no_memory: options.NoMemory = False,
+    as_json: Json = False,
+) -> None:
+    """In a fleet: move a sandbox to another host, under the same id. It is paused while its data is sent."""
+    settings = get_settings(ctx, as_json)
+    _print_sandbox(request_move(settings, sandbox, host, no_memory), settings.json)
+
+
+def request_move(settings: Settings, sandbox: str, host: str = "", no_memory: bool = False) -> dict[str, Any]:
+    """Move a sandbox to ``host``, or to one that the gateway chooses. Return the sandbox. Raises Failure."""
+    from sandbox_gateway.cli.client import build_path
+
+    body = {**({"host": host} if host else {}), **({"memory": "none"} if no_memory else {})}
+    moved_sandbox: dict[str, Any] = settings.client.call("POST", build_path("sandboxes", sandbox, "move"), body)
+    return moved_sandbox
 
 
 def kill(

@@ -9,7 +9,7 @@ from sandbox_gateway.engine.index import Index
 from sandbox_gateway.engine.keyed_locks import KeyedLocks
 from sandbox_gateway.engine.name_claims import LocalNameClaims, NameClaims
 from sandbox_gateway.engine.secret import Secret
-from sandbox_gateway.errors import Conflict
+from sandbox_gateway.errors import Busy, Conflict
 from sandbox_gateway.hosts.base import Host
 from sandbox_gateway.log import Logger
 from sandbox_gateway.records import Sandbox, SandboxState
@@ -35,8 +35,15 @@ class Context:
     def require_running(self, ref: str) -> Sandbox:
         """Return the sandbox. Raises Conflict if it is paused or its machine has stopped."""
         sandbox = self.index.get_sandbox(ref)
+        require_not_departing(sandbox)
         if sandbox.state is SandboxState.PAUSED:
             raise Conflict(f"sandbox {sandbox.id} is paused: resume it first")
         if reason := self.host.find_end_reason(sandbox):
             raise Conflict(f"sandbox {sandbox.id} is not running ({reason}): resume it, or roll it back")
         return sandbox
+
+
+def require_not_departing(sandbox: Sandbox) -> None:
+    """Raise Busy if the sandbox is being moved to another host of the fleet."""
+    if sandbox.departure is not None:
+        raise Busy(f"sandbox {sandbox.id} is being moved to host {sandbox.departure.target!r}: try again later")

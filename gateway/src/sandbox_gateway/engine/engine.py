@@ -19,6 +19,7 @@ from sandbox_gateway.engine.loads import Loads
 from sandbox_gateway.engine.locking import Locking
 from sandbox_gateway.engine.machine_lifecycle import MachineLifecycle
 from sandbox_gateway.engine.mount_plan import MountPlanner
+from sandbox_gateway.engine.moves import Moves
 from sandbox_gateway.engine.name_claims import NameClaims, PlannedNameClaims
 from sandbox_gateway.engine.prewarm import PrewarmPool
 from sandbox_gateway.engine.recovery import Recovery
@@ -52,9 +53,9 @@ class Engine:
     current measurement in another.
 
     The API layer uses the groups ``sandboxes``, ``forks``, ``snapshots``, ``templates``, ``build_files``,
-    ``transfers``, ``artifacts``, ``volumes``, ``attachments`` and ``commands``. It also uses ``host``, ``config``,
-    ``secret``, ``index``, ``events``, ``durations``, ``references``, ``agents``, ``room``, ``prewarm``, ``machines``,
-    ``loads`` and ``background``.
+    ``transfers``, ``artifacts``, ``moves``, ``volumes``, ``attachments`` and ``commands``. It also uses ``host``,
+    ``config``, ``secret``, ``index``, ``events``, ``durations``, ``references``, ``agents``, ``room``, ``prewarm``,
+    ``machines``, ``loads`` and ``background``.
 
     Operations take ids or names, and raise GatewayError. Their steps are ordered so that an interruption at any point
     loses nothing.
@@ -101,6 +102,7 @@ class Engine:
             context, locking, agents, collector, mount_planner, machines, captures, replacement
         )
         self.templates = templates = Templates(context, snapshots, builder, prewarm, build_files)
+        self.moves = Moves(context, locking, collector, removal, machines, captures, room, sandboxes, self.transfers)
         self.artifacts = Artifacts(context, collector, room, transfers, templates)
 
         # Work that no request triggers.

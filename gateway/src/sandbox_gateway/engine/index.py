@@ -16,7 +16,7 @@ from sandbox_gateway.engine.creation_order import CreationOrder, Key
 from sandbox_gateway.engine.id_groups import IdGroups
 from sandbox_gateway.engine.names import parse_build_id, remove_default_tag, shorten, split_tag
 from sandbox_gateway.engine.own_changes import count_change
-from sandbox_gateway.errors import NameTaken, NotFound
+from sandbox_gateway.errors import Busy, NameTaken, NotFound
 from sandbox_gateway.records import (
     Mount,
     Record,
@@ -58,6 +58,10 @@ class Index:
     def __init__(self) -> None:
         self.sandboxes: dict[str, Sandbox] = {}
         self.snapshots: dict[str, Snapshot] = {}
+        self.arrivals: dict[str, Sandbox] = {}
+        """Sandboxes that are being moved to this host. They are not in ``sandboxes``, and their names are not taken."""
+        self.departing_ids: set[str] = set()
+        """Ids of the sandboxes that are being moved to another host."""
         self.volumes: dict[str, Volume] = {}
         self.volume_snapshots: dict[str, VolumeSnapshot] = {}
         self.expiring_ids: set[str] = set()
@@ -87,8 +91,8 @@ class Index:
         Records are shared: an operation saves a changed copy of a record instead of changing it.
         """
         copy = Index()
-        records = ("sandboxes", "snapshots", "volumes", "volume_snapshots")
-        for name in (*records, *_GROUPS, "series", "_users", "_entries", "_names"):
+        records = ("sandboxes", "arrivals", "snapshots", "volumes", "volume_snapshots")
+        for name in (*records, *_GROUPS, "departing_ids", "series", "_users", "_entries", "_names"):
             setattr(copy, name, getattr(self, name).copy())
         copy._orders.update((kind, order.copy()) for kind, order in self._orders.items())
         copy.changed_series = {*copy.series}
@@ -133,8 +137,13 @@ class Index:
         old_record = self.find_record(record.id)
         self._forget(record.id)
         compact(record)
-        if isinstance(record, Sandbox):
+        if isinstance(record, Sandbox) and record.arrival is not None:
+            self.arrivals[record.id] = record
+        elif isinstance(record, Sandbox):
+            self.arrivals.pop(record.id, None)
             self.sandboxes[record.id] = record
+            if record.departure is not None:
+                self.departing_ids.add(record.id)
         elif isinstance(record, Snapshot):
             self.snapshots[record.id] = record
             self._add_to_groups(record)
@@ -176,7 +185,7 @@ class Index:
 
     def remove(self, id: str) -> None:
         self._forget(id)
-        for records in (self.sandboxes, self.snapshots, self.volumes, self.volume_snapshots):
+        for records in (self.sandboxes, self.arrivals, self.snapshots, self.volumes, self.volume_snapshots):
             records.pop(id, None)
         if self.listener:
             self.listener(id)
@@ -196,7 +205,7 @@ class Index:
         if entry.series:
             self.series.discard(entry.series, id)
             self.changed_series.add(entry.series)
-        for group in (self.expiring_ids, self.prewarmed_ids, self.collectable_ids):
+        for group in (self.expiring_ids, self.prewarmed_ids, self.collectable_ids, self.departing_ids):
             group.discard(id)
 
     # -- lists ------------------------------------------------------------------------------------------------------
@@ -289,8 +298,14 @@ class Index:
     def get_sandbox(self, ref: str) -> Sandbox:
         sandbox = self.sandboxes.get(ref) or self.sandboxes.get(self._names.get(ref, ""))
         if sandbox is None:
+            if any(ref in (each.id, each.name) for each in self.arrivals.values()):
+                raise Busy(f"sandbox {shorten(ref)} is being moved to this host: try again later")
             raise NotFound("sandbox", shorten(ref))
         return sandbox
+
+    def is_moving(self, id: str) -> bool:
+        """Return whether a sandbox is being moved to this host or away from it."""
+        return id in self.arrivals or id in self.departing_ids
 
     def get_snapshot(self, ref: str, *, noun: str = "snapshot", kinds: Iterable[SnapshotKind] = ()) -> Snapshot:
         """Find a visible snapshot or template by id or name."""
@@ -360,7 +375,8 @@ class Index:
 
     def list_dependent_sandboxes(self, snapshot: Snapshot) -> list[Sandbox]:
         """Return the sandboxes that were forked from a snapshot, were rolled back to it, or resume from it."""
-        return [self.sandboxes[id] for id in self._users[snapshot.id] if id in self.sandboxes]
+        users = (self.sandboxes.get(id) or self.arrivals.get(id) for id in self._users[snapshot.id])
+        return [each for each in users if each is not None]
 
 
 def is_removed_when_unused(snapshot: Snapshot) -> bool:
@@ -379,8 +395,11 @@ _SANDBOXES = "sandboxes"
 def _create_entry(record: Record) -> _Entry:
     key = (record.created_at, record.id)
     if isinstance(record, Sandbox):
-        used_ids = {record.forked_from, record.base, record.pause_snapshot} - {""}
-        return _Entry(key, (record.name,), _SANDBOXES, used_snapshots=tuple(used_ids))
+        used_ids = {record.forked_from, record.base, record.pause_snapshot}
+        if record.departure is not None:
+            used_ids.add(record.departure.snapshot)
+        order = "" if record.arrival is not None else _SANDBOXES
+        return _Entry(key, tuple(list_names(record)), order, used_snapshots=tuple(used_ids - {""}))
     if isinstance(record, Snapshot):
         is_in_series = _is_visible_snapshot(record) and record.retention is not None
         return _Entry(key, tuple(list_names(record)), record.kind, record.source_sandbox if is_in_series else "")
@@ -395,7 +414,8 @@ def list_names(record: Record) -> list[str]:
     """Return an object's names in the shared namespace. The name of a volume snapshot is local to its volume."""
     if isinstance(record, Snapshot):
         return [] if record.doomed else record.all_names
-    return [] if isinstance(record, VolumeSnapshot) else [record.name]
+    is_nameless = isinstance(record, VolumeSnapshot) or (isinstance(record, Sandbox) and record.arrival is not None)
+    return [] if is_nameless else [record.name]
 
 
 def _remove_name(record: Record, name: str) -> None:

@@ -17,7 +17,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import AsyncIterator, Iterable
 
-from sandbox_gateway.engine.context import Context
+from sandbox_gateway.engine.context import Context, require_not_departing
 from sandbox_gateway.records import Sandbox, Volume
 
 
@@ -31,7 +31,14 @@ class Locking:
 
     @contextlib.asynccontextmanager
     async def sandbox_locked(self, ref: str) -> AsyncIterator[Sandbox]:
-        """Lock a sandbox for a change."""
+        """Lock a sandbox for a change. Raises Busy if it is being moved to another host."""
+        async with self.departing_sandbox_locked(ref) as sandbox:
+            require_not_departing(sandbox)
+            yield sandbox
+
+    @contextlib.asynccontextmanager
+    async def departing_sandbox_locked(self, ref: str) -> AsyncIterator[Sandbox]:
+        """Lock a sandbox that may be moving to another host."""
         id = self._index.get_sandbox(ref).id
         async with self._locks.held(id, f"sandbox {id}"):
             yield self._index.get_sandbox(id)

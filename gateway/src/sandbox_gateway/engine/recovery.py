@@ -76,7 +76,8 @@ class Recovery:
 
     async def _remove_orphans(self) -> None:
         """Remove the bases of interrupted builds, and the pause snapshots of deleted sandboxes."""
-        owned_ids = {sandbox.pause_snapshot for sandbox in self._index.sandboxes.values()}
+        sandboxes = [*self._index.sandboxes.values(), *self._index.arrivals.values()]
+        owned_ids = {sandbox.pause_snapshot for sandbox in sandboxes}
         for snapshot in list(self._index.snapshots.values()):
             is_unowned = snapshot.kind is SnapshotKind.PAUSE and snapshot.id not in owned_ids
             if snapshot.kind is SnapshotKind.BASE or (is_unowned and not self._context.unreadable_sandboxes):

@@ -188,30 +188,32 @@ class Sandboxes:
     async def pause(self, ref: str, *, memory: bool = True) -> None:
         """Capture a sandbox and stop its machine. Without ``memory``, capture nothing, but sync its disk."""
         async with self._locking.running_sandbox_locked(ref) as sandbox:
-            await finish_despite_cancellation(self._pause(sandbox, memory and self._host.abilities.memory))
+            await finish_despite_cancellation(self.pause_locked(sandbox, memory=memory))
 
-    async def _pause(self, sandbox: Sandbox, memory: bool) -> None:
-        if memory:
-            paused_sandbox = await self._capture_and_pause(sandbox)
+    async def pause_locked(self, sandbox: Sandbox, *, memory: bool = True, **changes: Any) -> Sandbox:
+        """Pause a running sandbox that the caller has locked. ``changes``: other fields of its new record."""
+        if memory and self._host.abilities.memory:
+            paused_sandbox = await self._capture_and_pause(sandbox, changes)
         else:
             set_memory_mode(MemoryMode.NONE)
             await self._agents.create_client(sandbox).sync()
-            paused_sandbox = await self._save_as_paused(sandbox)
+            paused_sandbox = await self._save_as_paused(sandbox, **changes)
         await self._machines.stop_paused_machine(paused_sandbox)
         self._events.publish("sandbox.paused", sandboxID=sandbox.id)
+        return paused_sandbox
 
-    async def _capture_and_pause(self, sandbox: Sandbox) -> Sandbox:
+    async def _capture_and_pause(self, sandbox: Sandbox, changes: dict[str, Any]) -> Sandbox:
         """Capture a sandbox, and save that it is paused. On failure, remove the snapshot."""
         snapshot = self._captures.create_snapshot_record(sandbox, SnapshotKind.PAUSE)
         try:
             await self._captures.capture(sandbox, snapshot, memory=True)
-            return await self._save_as_paused(sandbox, pause_snapshot=snapshot.id)
+            return await self._save_as_paused(sandbox, pause_snapshot=snapshot.id, **changes)
         except BaseException:
             await self._captures.undo(snapshot.id)
             raise
 
     async def _save_as_paused(self, sandbox: Sandbox, **changes: Any) -> Sandbox:
-        changes |= {"state": SandboxState.PAUSED, "state_reason": ""}
+        changes = {"state": SandboxState.PAUSED, "state_reason": "", **changes}
         return await save_sandbox(self._context, sandbox.id, **changes)
 
     @measured("sandbox.resume")
@@ -275,22 +277,29 @@ class Sandboxes:
                 return  # the timeout was extended, or the sandbox was paused in the meantime
             if sandbox.on_timeout is OnTimeout.PAUSE:
                 self._context.require_running(sandbox.id)
-                await finish_despite_cancellation(self._pause(sandbox, self._host.abilities.memory))
+                await finish_despite_cancellation(self.pause_locked(sandbox))
             else:
-                await finish_despite_cancellation(self._delete(sandbox))
+                await finish_despite_cancellation(self.remove_locked(sandbox))
 
     @measured("sandbox.delete")
     async def delete(self, ref: str) -> None:
         """Stop and remove a sandbox. Its snapshots remain, except a pause snapshot."""
         async with self._locking.sandbox_locked(ref) as sandbox:
-            await finish_despite_cancellation(self._delete(sandbox))
+            await finish_despite_cancellation(self.remove_locked(sandbox))
 
-    async def _delete(self, sandbox: Sandbox) -> None:
+    async def remove_locked(self, sandbox: Sandbox, *, has_moved: bool = False) -> None:
+        """Remove a sandbox that the caller has locked, and what only it needs.
+
+        ``has_moved``: it continues on another host.
+        """
         # A save that waits for this lock must not restore the record.
         async with record_locked(self._context, sandbox):
             await self._host.remove(sandbox)
             self._index.remove(sandbox.id)
-        self._events.publish("sandbox.killed", sandboxID=sandbox.id, name=sandbox.name)
+        if has_moved:
+            self._events.publish("sandbox.departed", sandboxID=sandbox.id, name=sandbox.name)
+        else:
+            self._events.publish("sandbox.killed", sandboxID=sandbox.id, name=sandbox.name)
         await clean_up(log, self._replacement.remove_pause_snapshot(sandbox))
         await self._collector.collect()
 

@@ -396,6 +396,8 @@ class Directory:
             yield batch
 
     def _plan(self, id: str) -> _KeyChange:
+        if self._engine.index.is_moving(id):
+            return _KeyChange(id, {}, [])  # The commit of the move changes its keys.
         record = self._engine.index.find_record(id)
         value = record and describe_object(record)
         desired_refs = {id, *list_names(record)} if record and value else set()
@@ -457,6 +459,9 @@ class Directory:
         published = self._published.get(ref)
         if published is None or published.is_claim:
             return []
+        index = self._engine.index
+        if index.is_moving(published.owner) or published.owner not in index:
+            return []  # It is about to be removed, for example because it has moved to another host.
         record = ObjectRecord.try_parse(published.value)
         if record is None:
             return []

@@ -11,6 +11,7 @@ from sandbox_gateway.fleet.directory import Directory
 from sandbox_gateway.fleet.holds import Holds
 from sandbox_gateway.fleet.keys import Keys
 from sandbox_gateway.fleet.membership import Membership
+from sandbox_gateway.fleet.moves import MoveDirectory
 from sandbox_gateway.fleet.peers import Peers
 from sandbox_gateway.fleet.run_directory import RunDirectory
 from sandbox_gateway.fleet.secret import check_secret_file
@@ -37,6 +38,7 @@ class Fleet:
         self.membership = Membership(settings, engine, self._store, keys, self.view)
         self.directory = Directory(engine, self._store, keys, self.view, self.membership)
         self.holds = Holds(self._store, keys)
+        self.moves = MoveDirectory(self._store, keys, self.view)
         self.runs = RunDirectory(self._store, keys, self.membership)
         self.peers = Peers(self.view, self.client_tls)
         self.view.member_listeners.append(self._report_member)

@@ -22,6 +22,8 @@ class Keys:
         """The memory that the starting machines of each host will need."""
         self.decisions = f"{prefix}decisions/"
         """Whether a fork on several hosts is committed."""
+        self.moves = f"{prefix}moves/"
+        """The moves of sandboxes that are not complete, by the id of the sandbox."""
         self.runs = f"{prefix}runs"
         """The host whose gateway has opened a plan session, or a run that applies a plan, by its path in the API."""
 
@@ -40,6 +42,9 @@ class Keys:
 
     def reservation(self, host: str) -> str:
         return f"{self.reservations}{host}"
+
+    def move(self, sandbox: str) -> str:
+        return f"{self.moves}{sandbox}"
 
     def run(self, path: str) -> str:
         """``path``: the path of the run, such as ``/plans/ID``."""

@@ -43,6 +43,8 @@ class Candidate:
     """Memory, in bytes, that machines that are starting there will need."""
     missing_volume: str = ""
     """A volume that the sandboxes mount and the host does not have."""
+    obstacle: str = ""
+    """Another reason, as a clause, why the host cannot take the sandboxes."""
 
     @property
     def is_cordoned(self) -> bool:
@@ -86,7 +88,7 @@ def place(count: int, candidates: Sequence[Candidate], wishes: Wishes, local: st
         noun = "sandbox" if count == 1 else f"{count} sandboxes"
         one_each = ", each on a host of its own" if wishes.anti_affinity else ""
         raise NoSpace(
-            f"the hosts with the snapshot have no room for the {noun}{one_each}: {_describe(reasons)}. Delete or pause "
+            f"the suitable hosts have no room for the {noun}{one_each}: {_describe(reasons)}. Delete or pause "
             "sandboxes, or request fewer"
         )
     free = {candidate.name: candidate.free_memory for candidate in suitable}
@@ -136,6 +138,8 @@ def _find_obstacle(candidate: Candidate, wishes: Wishes) -> str:
         return "its gateway does not run"
     if candidate.missing_volume:
         return f"it does not have the volume {candidate.missing_volume!r}"
+    if candidate.obstacle:
+        return candidate.obstacle
     if candidate.is_cordoned:
         return "cordoned"
     for key, value in wishes.labels.items():

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from datetime import datetime
-from typing import Self
+from typing import Literal, Self
 
 from pydantic import BaseModel, ConfigDict
 
@@ -76,6 +76,17 @@ class MemberRecord(_Value):
     labels: dict[str, str] = {}
     version: str = ""
     load: Load = Load()
+
+
+class MoveRecord(_Value):
+    """A move of a sandbox to another host."""
+
+    id: str
+    source: str
+    """The host that the sandbox leaves."""
+    target: str
+    state: Literal["begun", "committed", "aborted"] = "begun"
+    """The target has the sandbox if the move is committed. Otherwise, the source has it."""
 
 
 class ObjectRecord(_Value):

@@ -120,6 +120,10 @@ class FleetView:
         self.loaded.set()
         return revision
 
+    def apply(self, change: Change) -> None:
+        """Apply a change that this gateway knows before the watch reports it."""
+        self._apply(change)
+
     def _apply(self, change: Change, *, notify: bool = True) -> None:
         """Apply a change. A value that cannot be read, from a newer release, counts as missing."""
         key, keys = change.key, self._keys

@@ -419,6 +419,8 @@ class Host(Protocol):
     ) -> Snapshot:
         """Capture the running instance as ``snapshot`` and commit it. Returns the record with measurements.
 
+        A host without the ability ``memory`` also captures a stopped instance, without ``volumes``.
+
         Disk, memory and ``volumes`` are captured at the same instant. The machine keeps running, even on failure; in
         that case all parts of the snapshot are removed. The snapshots of volumes are committed before the snapshot
         that they belong to. If that snapshot is never committed, the next scan removes them.

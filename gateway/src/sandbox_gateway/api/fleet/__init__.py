@@ -11,6 +11,9 @@
 ``runs`` carries out the requests of plan sessions and of runs that apply a plan, which have parts on several hosts;
 ``parts`` contains the messages about these parts.
 
+``moves`` has the route that moves a sandbox to another host, ``move_requests`` the requests between the two gateways,
+and ``move_recovery`` completes moves that were interrupted.
+
 ``data_plane`` forwards requests to ports inside sandboxes. ``hosts`` has the routes of the fleet's hosts, and
 ``copies`` the one that copies a snapshot to another host.
 """

@@ -13,7 +13,7 @@ from sandbox_gateway.api.fleet.forwarding import RawHeaders
 from sandbox_gateway.api.fleet.route_targets import Kind
 from sandbox_gateway.engine.engine import Engine
 from sandbox_gateway.engine.names import parse_build_id, remove_default_tag, split_tag
-from sandbox_gateway.errors import Conflict, NotFound
+from sandbox_gateway.errors import Busy, Conflict, NotFound
 from sandbox_gateway.fleet.fleet import Fleet
 from sandbox_gateway.fleet.peers import HostUnavailable
 from sandbox_gateway.fleet.records import Holder
@@ -52,8 +52,8 @@ class Locator:
         """Return whether this host has an object with this name or id."""
         try:
             self._finders[kind](ref)
-        except NotFound:
-            return False
+        except (NotFound, Busy):
+            return False  # A sandbox that is still arriving is Busy.
         return True
 
     def _get_template_or_build(self, ref: str) -> object:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+from collections import Counter
 from collections.abc import AsyncGenerator, Awaitable, Callable
 from dataclasses import dataclass
 from datetime import datetime
@@ -85,6 +86,8 @@ async def merge_lists(
     # The order must not depend on which gateway merges the lists.
     answers.sort(key=lambda answer: answer.host)
     lists = [_List(json.loads(answer.body), NEXT_TOKEN_HEADER in answer.headers) for answer in answers]
+    if "sandbox" in route.kinds:
+        _drop_moved_sandboxes(fleet, route, lists)
     response_headers = {MISSING_HEADER: ",".join(sorted(missing))} if missing else {}
     if not route.time:
         return JSONResponse([entry for each in lists for entry in each.entries], headers=response_headers)
@@ -103,6 +106,18 @@ async def _ask(fleet: Fleet, host: str, address: Callable[[str], Awaitable[tuple
         raise HostUnavailable(
             f"host {host!r} has not sent its list within {_FULL_LIST_SECONDS:.0f} s: try again later"
         ) from None
+
+
+def _drop_moved_sandboxes(fleet: Fleet, route: Merged, lists: list[_List]) -> None:
+    """Drop the entries of hosts that sandboxes have just left, and that still have them."""
+    counts = Counter(entry[route.id] for each in lists for entry in each.entries)
+    current_hosts = {id: fleet.view.find_holders(id)[:1] for id, count in counts.items() if count > 1}
+    for each in lists:
+        each.entries[:] = [
+            entry
+            for entry in each.entries
+            if not (holders := current_hosts.get(entry[route.id])) or entry["sandboxHost"] == holders[0].host
+        ]
 
 
 def _merge_pages(route: Merged, lists: list[_List], query: dict[str, list[str]]) -> tuple[list[dict[str, Any]], str]:

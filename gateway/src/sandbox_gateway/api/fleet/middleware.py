@@ -23,6 +23,7 @@ from sandbox_gateway.api.fleet.forwarding import HOST_HEADER, Forwarder, RawHead
 from sandbox_gateway.api.fleet.local import read_body, replay, run_locally
 from sandbox_gateway.api.fleet.locator import KNOWS_PATH, Locator
 from sandbox_gateway.api.fleet.merging import merge_events, merge_lists
+from sandbox_gateway.api.fleet.move_requests import MOVES_PATH, MoveServer
 from sandbox_gateway.api.fleet.parts import RunPath, format_run_path, get_run_path
 from sandbox_gateway.api.fleet.placing import Placer, find_ref
 from sandbox_gateway.api.fleet.route_targets import (
@@ -48,12 +49,21 @@ from sandbox_gateway.fleet.peers import Answer
 
 
 class FleetMiddleware:
-    def __init__(self, app: ASGIApp, fleet: Fleet, forwarder: Forwarder, locator: Locator, runs: FleetRuns) -> None:
+    def __init__(
+        self,
+        app: ASGIApp,
+        fleet: Fleet,
+        forwarder: Forwarder,
+        locator: Locator,
+        runs: FleetRuns,
+        moves: MoveServer,
+    ) -> None:
         self.app = app
         self._fleet = fleet
         self._forwarder = forwarder
         self._locator = locator
         self._runs = runs
+        self._moves = moves
         self._placer = Placer(app, fleet, forwarder, runs)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -123,6 +133,8 @@ class FleetMiddleware:
             else:
                 await self._fleet.holds.wait_until_ready(id)
             await Response(status_code=204)(scope, receive, send)
+        elif path.startswith(MOVES_PATH):
+            await self._moves.answer(scope, receive, send)
         elif id := Headers(scope=scope).get(HOLD_HEADER, ""):
             await self._run_share(id, scope, receive, send)
         else:

@@ -172,6 +172,7 @@ ROUTES: dict[tuple[str, str], RouteClass] = {
     ("POST", "/v1/sandboxes/{ref}/eval"): _SANDBOX,
     ("POST", "/v1/sandboxes/{ref}/ping"): _SANDBOX,
     ("POST", "/v1/sandboxes/{ref}/branch"): _SANDBOX,
+    ("POST", "/sandboxes/{ref}/move"): _SANDBOX,
     # Snapshots
     ("GET", "/snapshots/{ref}"): _SNAPSHOT,
     ("GET", "/snapshots/{ref}/export"): _SNAPSHOT,

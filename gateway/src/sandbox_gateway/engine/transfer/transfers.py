@@ -106,6 +106,18 @@ class Transfers:
         ``Export.close``.
         """
         snapshot, base, guid = await self._resolve_export(ref, since=since, resume_token=resume_token)
+        return await self._export(snapshot, base, guid, memory=memory, resume_token=resume_token)
+
+    async def export_hidden(self, id: str, *, memory: bool = True) -> Export:
+        """Open a snapshot of any kind for an export, like ``export``."""
+        snapshot = self._index.get_any_snapshot(id)
+        self.require_ability()
+        self.require_exportable(snapshot)
+        return await self._export(snapshot, memory=memory)
+
+    async def _export(
+        self, snapshot: Snapshot, base: Snapshot | None = None, guid: int = 0, *, memory: bool, resume_token: str = ""
+    ) -> Export:
         memory = memory and snapshot.memory is not MemoryMode.NONE
         create_manifest = partial(
             _create_manifest,
@@ -185,6 +197,7 @@ class Transfers:
         continuation: Continuation | None = None,
         head_only: bool = False,
         origin_id: str = "",
+        hidden: HiddenImport | None = None,
     ) -> Snapshot:
         """Create a snapshot or template from the pieces of a file.
 
@@ -192,6 +205,8 @@ class Transfers:
         memory cannot be restored on this host, only the disk is imported, and ``Snapshot.imported`` says so.
         ``continuation``: the pieces are the rest of a file. ``head_only``: for a plan session. The file may end after
         its head, and its contents are not read. ``origin_id``: the snapshot in the file is itself a copy of this one.
+        ``hidden``: make the snapshot a hidden one, without names. Such an import cannot be continued if it is
+        interrupted.
 
         If the client sends only a part of the file, the import may be continued later: see ``interrupted_imports``.
         """
@@ -214,6 +229,8 @@ class Transfers:
                 snapshot.imported = snapshot.imported.model_copy(update={"snapshot": origin_id})
             base = await file.stack.enter_async_context(self._import_base_pinned(manifest, snapshot))
             snapshot.names = new_names or [*manifest.names]
+            if hidden is not None:
+                snapshot.kind, snapshot.names, snapshot.template_id, snapshot.origin = hidden.kind, [], "", ""
             has_memory = snapshot.memory is not MemoryMode.NONE
             set_memory_mode(snapshot.memory)
             disk_bytes = manifest.sum_data_bytes(memory=False)
@@ -242,12 +259,14 @@ class Transfers:
                             if not head_only:
                                 async with self._bases_used(target, manifest, has_memory=has_memory):
                                     await _write_chunks(file, target, sizes, pending_import)
-                            await self.commit_import(snapshot, target)
+                            await self.commit_import(snapshot, target, hidden)
                     except BaseException as error:
                         if snapshot.id not in self._index.snapshots:
                             # A rest that does not fit, or is damaged, is no reason to lose what has arrived before.
                             may_continue = (file.is_waiting or manifest.continues) and not isinstance(error, NoSpace)
-                            if file.is_cut_off and not isinstance(target, ResumableTarget):
+                            if hidden is not None:
+                                ending = target.discard()
+                            elif file.is_cut_off and not isinstance(target, ResumableTarget):
                                 ending = self._keep_file(file, snapshot, target, pending_import)
                             else:
                                 ending = self.interrupted_imports.keep_or_discard(
@@ -263,13 +282,16 @@ class Transfers:
         """Claim the names of a snapshot that arrives; see ``NameClaims.held``."""
         return self._context.name_claims.held([NameClaim(snapshot, names)], may_be_late=not names)
 
-    async def commit_import(self, snapshot: Snapshot, target: ImportTarget) -> None:
+    async def commit_import(self, snapshot: Snapshot, target: ImportTarget, hidden: HiddenImport | None = None) -> None:
         """Commit a snapshot whose parts were written to ``target`` and whose names are reserved."""
 
         async def commit() -> None:
             await target.commit()
             self._index.put(snapshot)
-            self._context.events.publish("snapshot.imported", snapshotID=snapshot.id)
+            if hidden is not None:
+                await hidden.complete(snapshot)
+            else:
+                self._context.events.publish("snapshot.imported", snapshotID=snapshot.id)
 
         await finish_despite_cancellation(commit())
 
@@ -456,6 +478,18 @@ class Transfers:
             yield
         finally:
             self._active_count -= 1
+
+
+@dataclass(frozen=True)
+class HiddenImport:
+    """An import of a snapshot that only one object uses.
+
+    ``complete`` is called with the committed snapshot, and creates that object. A cancellation does not interrupt it.
+    If it fails, it must remove the snapshot.
+    """
+
+    kind: SnapshotKind
+    complete: Callable[[Snapshot], Awaitable[None]]
 
 
 @dataclass

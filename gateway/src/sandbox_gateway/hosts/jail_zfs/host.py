@@ -284,7 +284,8 @@ class JailZfsHost:
     ) -> Snapshot:
         if memory:
             raise Unsupported("a jail host captures only files, not memory: set memory to 'none'")
-        self._register.require_running(sandbox)
+        if volumes:
+            self._register.require_running(sandbox)
         snapshot.memory = MemoryMode.NONE
         snapshot.resources = sandbox.resources
         snapshot.host = {"zfsSnapshot": self._disks.predict_name(sandbox, snapshot)}
