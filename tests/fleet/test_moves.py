@@ -344,3 +344,30 @@ def test_etcd_is_away(world: World, monkeypatch: pytest.MonkeyPatch, method: str
     # The key of the move is removed.
     wait_until(lambda: one.client().post("/sandboxes/web/move", json={"host": "h2"}).status_code == 200)
     assert _exec(one, "web", "read", "key") == "value"
+
+
+def test_the_host_of_each_sandbox_is_drained(world: World, run: Run) -> None:
+    one, two, three = _start(world, "h1", "h2", "h3")
+    one.post("/volumes", {"name": "data"})
+    _create(one, "with-volume", volumeMounts=[{"name": "data", "path": "/data"}])
+    for name in ("a", "b"):
+        _create(one, name)
+    one.post("/sandboxes/b/pause", status=204)
+    wait_until(lambda: two.list_known_hosts("b") == ["h1"])
+    drained = run("host", "drain", "h1", host=two)
+    assert drained.code == 4, drained.err
+    assert "a: moved to h" in drained.out and "b: moved to h" in drained.out
+    assert "1 sandbox remains on h1, which is cordoned:\n  with-volume: sandbox with-volume mounts" in drained.err
+    assert _list_hosts(two)["with-volume"] == "h1"
+    with one.client() as client:
+        client.delete("/sandboxes/with-volume").raise_for_status()
+    drained = run("host", "drain", "h1", "--json", host=three)
+    assert drained.code == 0 and drained.json == {"host": "h1", "moved": [], "remaining": []}
+    assert _find_host(two, "h1")["cordoned"]
+    assert "h1" not in _list_hosts(one).values()
+    refused = run("host", "drain", "h9", host=one)
+    assert refused.code == 3
+    one.end()
+    wait_until(lambda: _find_host(two, "h1")["state"] == "absent")
+    refused = run("host", "drain", "h1", host=two)
+    assert refused.code == 1 and "the gateway of host h1 does not answer" in refused.err

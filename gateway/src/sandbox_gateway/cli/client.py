@@ -41,6 +41,8 @@ class Client:
         self._headers = {**self._address.headers, **({"X-API-Key": token} if token else {})}
         self._connection: http.client.HTTPConnection | None = None
         """The connection for all requests except streams. It is reused."""
+        self.missing_hosts: set[str] = set()
+        """The hosts of a fleet that did not answer when lists were requested."""
 
     def call(
         self,
@@ -69,6 +71,7 @@ class Client:
             if missing_hosts := headers.get("x-sandbox-hosts-missing", ""):
                 from sandbox_gateway.cli import render
 
+                self.missing_hosts.update(missing_hosts.split(","))
                 render.print_note(f"the list lacks the objects of these hosts, which do not answer: {missing_hosts}")
             next_token = headers.get("x-next-token", "")
             if not next_token:
