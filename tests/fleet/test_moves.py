@@ -11,11 +11,14 @@ import httpx
 import pytest
 
 from sandbox_gateway.api.fleet import move_recovery
+from sandbox_gateway.api.fleet.move_requests import MoveClient
 from sandbox_gateway.errors import Conflict, Unsupported
 from sandbox_gateway.fleet.moves import MoveDirectory
+from sandbox_gateway.fleet.peers import HostUnavailable
+from sandbox_gateway.fleet.records import MoveRecord
 from sandbox_gateway.fleet.store import StoreUnavailable
 from sandbox_gateway.hosts.base import Endpoint
-from sandbox_gateway.records import NetworkPolicy, Sandbox
+from sandbox_gateway.records import Departure, NetworkPolicy, Sandbox, SandboxState, parse_record
 from tests.cli.running import Outcome, Run, run_sandboxctl
 from tests.fleet.world import FleetHost, Held, World
 from tests.support.memory_gateway import EXEC_KEY
@@ -371,3 +374,53 @@ def test_the_host_of_each_sandbox_is_drained(world: World, run: Run) -> None:
     wait_until(lambda: _find_host(two, "h1")["state"] == "absent")
     refused = run("host", "drain", "h1", host=two)
     assert refused.code == 1 and "the gateway of host h1 does not answer" in refused.err
+
+
+def test_a_target_that_has_lost_the_sandbox_before_it_created_it_does_not_get_it(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one, two = _start(world, "h1", "h2")
+    _create(one)
+    target_moves = two.gateway.engine.moves
+
+    async def lose_and_fail(id: str, move: str, *, must_start: bool) -> None:
+        await target_moves.discard_arrival(id, move)
+        raise Conflict("the disk is gone")
+
+    async def fail(*_: Any) -> bool:
+        raise StoreUnavailable("etcd does not answer")
+
+    monkeypatch.setattr(target_moves, "adopt", lose_and_fail)
+    with monkeypatch.context() as patch:
+        patch.setattr(MoveDirectory, "give_back", fail)
+        _move(one, "web", "h2", 503)
+    wait_until(lambda: _list_hosts(two) == {"web": "h1"})
+    wait_until(lambda: one.get("/sandboxes/web")["state"] == "running")
+    assert _exec(two, "web", "read", "key") == "value"
+    assert _list_rest(one, two) == []
+
+
+def test_a_sandbox_that_was_deleted_after_its_move_does_not_come_back(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one, two = _start(world, "h1", "h2")
+    id = _create(one)["sandboxID"]
+
+    async def fail(client: MoveClient, sandbox: str, move: MoveRecord) -> Any:
+        raise HostUnavailable(f"host {move.target!r} does not answer")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(MoveClient, "ask_target", fail)
+        _move(one, "web", "h2", 503)
+        two.gateway.run_in_loop(two.gateway.engine.sandboxes.delete(id))
+    wait_until(lambda: _list_rest(one, two) == [])
+    assert _list_hosts(one) == {} == _list_hosts(two)
+
+
+def test_an_older_release_refuses_the_record_of_a_sandbox_that_moves() -> None:
+    """It could otherwise resume a sandbox that its target has."""
+    sandbox = Sandbox(name="web", state=SandboxState.PAUSED, departure=Departure(move="1", target="h2"))
+    record = sandbox.model_dump(mode="json")
+    assert record["state"] not in [each.value for each in SandboxState]
+    assert parse_record(Sandbox, record) == sandbox
+    assert sandbox.model_copy(update={"departure": None}).model_dump(mode="json")["state"] == "paused"

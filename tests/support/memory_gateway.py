@@ -6,6 +6,7 @@ import asyncio
 import tempfile
 import threading
 import time
+from collections.abc import Coroutine
 from pathlib import Path
 from typing import Any
 
@@ -103,7 +104,10 @@ class MemoryGateway:
 
     def set_metadata(self, ref: str, metadata: dict[str, str]) -> None:
         """Replace a sandbox's metadata without the limits of the API, which older gateways did not have."""
-        work = self.engine.sandboxes.update(ref, metadata=metadata)
+        self.run_in_loop(self.engine.sandboxes.update(ref, metadata=metadata))
+
+    def run_in_loop(self, work: Coroutine[Any, Any, object]) -> None:
+        """Run an operation of the engine, which needs no request."""
         asyncio.run_coroutine_threadsafe(work, self.loop).result(20)
 
     def build_template(self, name: str = "base", **recipe: Any) -> str:

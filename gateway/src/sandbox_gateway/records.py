@@ -20,7 +20,16 @@ from enum import StrEnum
 from typing import Annotated, Any, TypeVar
 from uuid import UUID
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    ConfigDict,
+    Field,
+    ValidationError,
+    field_serializer,
+    field_validator,
+    model_validator,
+)
 
 from sandbox_gateway.errors import BackendFailed
 
@@ -242,6 +251,13 @@ class SandboxState(StrEnum):
     PAUSED = "paused"
 
 
+_MOVING = "moving"
+"""The state of a moving sandbox in its stored record. Releases that cannot move sandboxes refuse to start with it.
+
+Such a release could otherwise resume a sandbox that has moved to another host.
+"""
+
+
 class OnTimeout(StrEnum):
     KILL = "kill"
     PAUSE = "pause"
@@ -332,6 +348,15 @@ class Sandbox(_Record):
             record = {"timeout": record["life"], **record}
             del record["life"]
         return record
+
+    @field_validator("state", mode="before")
+    @classmethod
+    def _read_state(cls, state: Any) -> Any:
+        return SandboxState.PAUSED if state == _MOVING else state
+
+    @field_serializer("state", when_used="json")
+    def _write_state(self, state: SandboxState) -> str:
+        return _MOVING if self.departure or self.arrival else state
 
     @property
     def hostname(self) -> str:

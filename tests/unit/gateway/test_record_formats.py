@@ -137,6 +137,7 @@ def test_a_record_from_the_last_release_is_converted_to_this_format(kind: type[R
     expected = {**_OLD_RECORDS[kind], "format": FORMAT, "generation": 0}
     if kind is Sandbox:
         expected["network"] = {**expected["network"], "mask_request_host": ""}
+        expected |= {"departure": None, "arrival": None}
     if kind is Snapshot:
         expected |= {"imported": None, "named_at": {}, "start": None, "tagged_names": []}
     if kind is Volume:

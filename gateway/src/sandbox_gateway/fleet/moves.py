@@ -2,7 +2,8 @@
 
 The source writes that a move has begun. The target commits it, in one transaction with the names and the id of the
 sandbox, or the source aborts it. The first of the two counts. A target that cannot start the sandbox gives it back in
-one transaction. The source removes the key when nothing depends on it any longer.
+one transaction. Otherwise, it writes that it has adopted the sandbox: until then, the source may take it back from a
+target that has lost it. The source removes the key when nothing depends on it any longer.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from collections.abc import Iterator, Sequence
 from sandbox_gateway.errors import Busy
 from sandbox_gateway.fleet import store as etcd
 from sandbox_gateway.fleet.keys import Keys
-from sandbox_gateway.fleet.records import MoveRecord, ObjectRecord
+from sandbox_gateway.fleet.records import MoveRecord, MoveState, ObjectRecord
 from sandbox_gateway.fleet.store import Change, Operation, Store
 from sandbox_gateway.fleet.view import FleetView
 
@@ -42,21 +43,33 @@ class MoveDirectory:
         return {id: move for id, move in moves.items() if move is not None and move.source == source}
 
     async def abort(self, sandbox: str, move: MoveRecord) -> bool:
-        """Abort a move, unless it is committed. Returns whether it is aborted. Raises StoreUnavailable."""
-        return await self._change(sandbox, move, "begun", "aborted", [])
+        """Abort a move that has begun, unless it is committed. Returns whether it is aborted.
+
+        Raises StoreUnavailable.
+        """
+        return await self._change(sandbox, move, "aborted", [])
 
     async def commit(self, sandbox: str, move: MoveRecord, names: Sequence[str]) -> bool:
         """Give a sandbox with these names to the target, unless the move is aborted. Returns whether it got it.
 
         Raises StoreUnavailable. The target may then have got it.
         """
-        changes = [*self._hand_over(sandbox, names, move.source, move.target)]
-        return await self._change(sandbox, move, "begun", "committed", changes)
+        return await self._change(
+            sandbox, move, "committed", [*self._hand_over(sandbox, names, move.source, move.target)]
+        )
 
     async def give_back(self, sandbox: str, move: MoveRecord, names: Sequence[str]) -> bool:
-        """Give a sandbox back to the source, which it has left. Raises StoreUnavailable, like ``commit``."""
-        changes = [*self._hand_over(sandbox, names, move.target, move.source)]
-        return await self._change(sandbox, move, "committed", "aborted", changes)
+        """Give a sandbox back to the source, which it has left. Returns whether the source got it.
+
+        ``move``: a move that is committed or adopted. Raises StoreUnavailable, like ``commit``.
+        """
+        return await self._change(
+            sandbox, move, "aborted", [*self._hand_over(sandbox, names, move.target, move.source)]
+        )
+
+    async def confirm(self, sandbox: str, move: MoveRecord) -> None:
+        """Write that the target has adopted a sandbox whose move is committed. Raises StoreUnavailable."""
+        await self._change(sandbox, move, "adopted", [])
 
     async def forget(self, sandbox: str, move: MoveRecord) -> None:
         """Remove the key of a move. Raises StoreUnavailable."""
@@ -68,12 +81,12 @@ class MoveDirectory:
         for change in self._hand_over(sandbox, names, move.source, move.target):
             self._view.apply(change)
 
-    async def _change(self, sandbox: str, move: MoveRecord, before: str, after: str, changes: Sequence[Change]) -> bool:
-        """Change the state of a move from ``before``, together with ``changes``. Returns whether it is ``after``."""
+    async def _change(self, sandbox: str, move: MoveRecord, state: MoveState, changes: Sequence[Change]) -> bool:
+        """Give a move a new state, together with ``changes``, if it has not changed. Returns whether it now has it."""
         key = self._keys.move(sandbox)
-        old_value, new_value = (move.model_copy(update={"state": state}).dump() for state in (before, after))
+        new_value = move.model_copy(update={"state": state}).dump()
         operations = [etcd.put(key, new_value), *map(_create_operation, changes)]
-        outcome = await self._store.transact([etcd.has_value(key, old_value)], operations, [etcd.read(key)])
+        outcome = await self._store.transact([etcd.has_value(key, move.dump())], operations, [etcd.read(key)])
         if not outcome.succeeded:
             # A repeated request changes nothing.
             return any(entry.key == key and entry.value == new_value for entry in outcome.entries)

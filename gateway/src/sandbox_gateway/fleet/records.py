@@ -78,6 +78,9 @@ class MemberRecord(_Value):
     load: Load = Load()
 
 
+MoveState = Literal["begun", "committed", "adopted", "aborted"]
+
+
 class MoveRecord(_Value):
     """A move of a sandbox to another host."""
 
@@ -85,8 +88,11 @@ class MoveRecord(_Value):
     source: str
     """The host that the sandbox leaves."""
     target: str
-    state: Literal["begun", "committed", "aborted"] = "begun"
-    """The target has the sandbox if the move is committed. Otherwise, the source has it."""
+    state: MoveState = "begun"
+    """The target has the sandbox if the move is committed. When it has created the sandbox, the move is adopted.
+
+    Otherwise, the source has the sandbox.
+    """
 
 
 class ObjectRecord(_Value):

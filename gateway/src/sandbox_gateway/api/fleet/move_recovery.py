@@ -86,43 +86,55 @@ class MoveRecovery:
         names = [sandbox.name]
         found = await self._find(id, move.id)
         if found is not None and found.state == "begun":
-            await self._fleet.moves.abort(id, move)
+            await self._fleet.moves.abort(id, found)
             found = await self._find(id, move.id)
-        is_target_gone = move.target not in self._fleet.view.hosts
-        if found is not None and found.state == "committed" and is_target_gone:
-            await self._fleet.moves.give_back(id, move, names)
-            found = await self._find(id, move.id)
-        if found is not None and found.state == "committed":
-            progress = await self._client.ask_target(id, move)
-            if progress == "arriving":
-                raise Unavailable(f"host {move.target!r} has got the sandbox, but has not created it yet")
-            # If the target has nothing, the sandbox was deleted there.
+        has_left = await self._has_left(id, move, found)
+        if has_left:
             self._fleet.moves.see_commit(id, move, names)
             await self._moves.complete_departure(id, move.id)
-            await self._forget(id, found)
-            return True
-        if found is None and not is_target_gone:
-            if await self._client.ask_target(id, move) == "adopted":
-                self._fleet.moves.see_commit(id, move, names)
-                await self._moves.complete_departure(id, move.id)
-                return True
-            await self._client.discard(id, move)
-        await self._moves.take_back(id, move.id, f"its move to host {move.target} failed")
+        else:
+            if (
+                found is not None
+                and found.state != "aborted"
+                and not await self._fleet.moves.give_back(id, found, names)
+            ):
+                raise Unavailable("the move has just changed")
+            await self._moves.take_back(id, move.id, f"its move to host {move.target} failed")
         if found is not None:
-            await self._forget(id, found)
-        return False
+            await self._try_to_forget(id, move.id)
+        return has_left
+
+    async def _has_left(self, id: str, move: MoveRecord, found: MoveRecord | None) -> bool:
+        """Return whether the target of a move has the sandbox. ``found``: the move in etcd. Raises GatewayError.
+
+        If it has not, nothing of the sandbox remains there.
+        """
+        if move.target not in self._fleet.view.hosts or (found is not None and found.state == "aborted"):
+            return False
+        progress = await self._client.ask_target(id, move)
+        if progress == "adopted":
+            return True
+        if found is None:
+            await self._client.discard(id, move)
+            return False
+        if progress == "arriving":
+            raise Unavailable(f"host {move.target!r} has got the sandbox, but has not created it yet")
+        # The sandbox was deleted after its move, or the target has lost what it had got.
+        return found.state == "adopted"
 
     async def forget_unstarted(self, id: str, move: MoveRecord) -> None:
         """End a move of which the target does not know."""
-        await self._forget(id, move)
+        await self._try_to_forget(id, move.id)
 
     async def _find(self, id: str, move: str) -> MoveRecord | None:
         found = await self._fleet.moves.find(id)
         return found if found is not None and found.id == move else None
 
-    async def _forget(self, id: str, move: MoveRecord) -> None:
+    async def _try_to_forget(self, id: str, move: str) -> None:
+        """Remove the key of a move, or let ``watch`` do it later."""
         try:
-            await self._fleet.moves.forget(id, move)
+            if (found := await self._find(id, move)) is not None:
+                await self._fleet.moves.forget(id, found)
         except GatewayError as error:
             self.has_stale_keys = True
             log.warning("the key of a move could not be removed", sandbox=id, reason=error.message)
@@ -140,12 +152,14 @@ class MoveRecovery:
         if found is not None and found.state == "begun":
             if not is_source_gone:
                 return  # The source aborts it.
-            await self._fleet.moves.commit(id, move, [sandbox.name])
+            await self._fleet.moves.commit(id, found, [sandbox.name])
             found = await self._find(id, move.id)
-        has_sandbox = found.state == "committed" if found is not None else is_source_gone
+        has_sandbox = found.state != "aborted" if found is not None else is_source_gone
         if found is None and not is_source_gone and await self._client.is_departing(id, move.id, arrival.source):
             return  # The source asks for it to be removed.
         if has_sandbox:
             await self._moves.adopt(id, move.id, must_start=False)
+            if found is not None and found.state == "committed":
+                await self._fleet.moves.confirm(id, found)
         else:
             await self._moves.discard_arrival(id, move.id)

@@ -232,10 +232,16 @@ class MoveServer:
         if not has_sandbox:
             await self._moves.discard_arrival(id, move.id)
             raise Conflict("the move was aborted")
+        committed_move = move.model_copy(update={"state": "committed"})
         try:
             await self._moves.adopt(id, move.id, must_start=True)
         except GatewayError as error:
             log.warning("a sandbox that has arrived cannot be started", sandbox=id, reason=error.message)
-            if await self._fleet.moves.give_back(id, move, names):
+            if await self._fleet.moves.give_back(id, committed_move, names):
                 await self._moves.discard_arrival(id, move.id)
             raise
+        try:
+            await self._fleet.moves.confirm(id, committed_move)
+        except (StoreUnavailable, StoreRefused) as error:
+            # The source asks this host instead.
+            log.warning("a move could not be confirmed", sandbox=id, reason=error.message)
