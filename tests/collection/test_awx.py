@@ -244,8 +244,8 @@ def test_surveys_ask_only_for_variables_of_the_playbook(template: dict[str, Any]
     survey = {"name": template["name"], "description": template["description"], "spec": template["survey"]}
     assert awx_survey.find_problem(survey) == ""
     playbook_text = (PLAYBOOKS_DIRECTORY / f"{template['playbook']}.yml").read_text()
-    (variables_file,) = {*re.findall(r"vars_files: \[(.+)\]", playbook_text)}
-    playbook_text += (PLAYBOOKS_DIRECTORY / variables_file).read_text()
+    for variables_file in {*re.findall(r"vars_files: \[(.+)\]", playbook_text)}:
+        playbook_text += (PLAYBOOKS_DIRECTORY / variables_file).read_text()
     role_specs_text = "".join(
         path.read_text() for path in (session.REPOSITORY / "roles").glob("*/meta/argument_specs.yml")
     )
@@ -260,6 +260,7 @@ def test_surveys_ask_only_for_variables_of_the_playbook(template: dict[str, Any]
 REQUIRED_ANSWERS: dict[str, dict[str, Any]] = {
     "install_host": {},
     "install_fleet": {},
+    "drain_host": {"drain_hosts": "h1"},
     "build_template": {"build_name": "web"},
     "nightly_snapshots": {},
     "roll_back": {"rollback_sandbox": "web", "rollback_snapshot": "before"},
@@ -271,6 +272,7 @@ INVALID_ANSWERS = [
     ("install_host", {"install_kind": "cloud"}, "one of the choices"),
     ("install_host", {"kvm_xfs_host_loop_size_mb": "64 GB"}, "to be integer"),
     ("install_fleet", {"install_hosts": ""}, "too small"),
+    ("drain_host", {"drain_state": "empty"}, "one of the choices"),
     ("build_template", {"build_memory_mb": 1}, "too small"),
     ("build_template", {"build_name": "a" * 65}, "too large"),
     ("nightly_snapshots", {"nightly_keep_daily": 0}, "too small"),

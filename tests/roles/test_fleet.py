@@ -46,6 +46,10 @@ class Fleet:
         container = self.containers[name]
         pid_file = self._directory / f"{name}.pid"
         pid_file.write_text(str(container.init_pid))
+        gateway_config = {
+            "kvm_xfs": {"accelerator": "tcg"},
+            "network": {**session.allocate_network(), "pool": 0},
+        }
         return {
             "ansible_connection": "machine",
             "ansible_machine_pid_file": str(pid_file),
@@ -53,10 +57,8 @@ class Fleet:
             "ansible_python_interpreter": "/usr/bin/python3",
             "fleet_address": self.addresses[name],
             "fleet_labels": {"zone": name},
-            "gateway_config": {
-                "kvm_xfs": {"accelerator": "tcg"},
-                "network": {**session.allocate_network(), "pool": 0},
-            },
+            "gateway_config": gateway_config,
+            "install_gateway_config": gateway_config,  # for playbooks, which set gateway_config
         }
 
     def apply(self, *options: str, **variables: Any) -> PlayResult:
@@ -69,9 +71,12 @@ class Fleet:
             "roles": ["grove.sandbox.fleet"],
         }
         playbook.write_text(json.dumps([play]))
+        return self.run_playbook(str(playbook), *options)
+
+    def run_playbook(self, playbook: str, *options: str) -> PlayResult:
         program = Path(sys.executable).with_name("ansible-playbook")
         result = subprocess.run(
-            [str(program), "-i", str(self._directory / "hosts.json"), str(playbook), *options],
+            [str(program), "-i", str(self._directory / "hosts.json"), playbook, *options],
             capture_output=True,
             text=True,
             timeout=1200,
@@ -94,6 +99,9 @@ class Fleet:
     def list_members(self, host: str) -> dict[str, str]:
         """Return the state of each host that the gateway of ``host`` knows."""
         return {each["name"]: each["state"] for each in self.request(host, "/fleet")["hosts"]}
+
+    def list_cordoned_hosts(self) -> list[str]:
+        return [each["name"] for each in self.request("h1", "/fleet")["hosts"] if each["cordoned"]]
 
     def list_secrets(self) -> list[str]:
         """Return the secrets that all hosts share."""
@@ -226,6 +234,22 @@ def test_a_certificate_is_replaced(fleet: Fleet) -> None:
     assert not run.failed, run.output
     assert fleet.run("h3", "systemctl", "show", "--property=MainPID", "sandbox-gateway", "etcd") != pid
     assert fleet.list_members("h1") == dict.fromkeys(_NAMES, "running")
+
+
+def test_a_rolling_upgrade_changes_only_hosts_with_another_release(fleet: Fleet) -> None:
+    options = ("-e", json.dumps({**fleet.variables, "install_hosts": "all"}))
+    run = fleet.run_playbook("grove.sandbox.rolling_upgrade", *options)
+    assert (run.failed, run.changed_task_names) == (False, []), run.output
+    fleet.run("h2", "sh", "-c", "echo older >/opt/sandbox-gateway/installed")
+    prediction = fleet.run_playbook("grove.sandbox.rolling_upgrade", *options, "--check")
+    assert not prediction.failed and "Would cordon h2, and move 0 sandboxes" in prediction.output, prediction.output
+    assert fleet.list_cordoned_hosts() == []
+    run = fleet.run_playbook("grove.sandbox.rolling_upgrade", *options)
+    assert not run.failed and "h2 is cordoned, and has no sandboxes" in run.output, run.output
+    assert run.changed_task_names.count("Let the host get new sandboxes again") == 1
+    assert fleet.list_cordoned_hosts() == []
+    assert fleet.list_members("h1") == dict.fromkeys(_NAMES, "running")
+    assert "older" not in fleet.run("h2", "cat", "/opt/sandbox-gateway/installed")
 
 
 def test_a_host_leaves_the_fleet(fleet: Fleet) -> None:
