@@ -36,6 +36,7 @@ Pair = tuple[FleetHost, FleetHost]
 
 _REFUSED = {
     ("POST", "/sandboxes/{ref}/resume"),
+    ("POST", "/sandboxes/{ref}/move"),
     ("POST", "/sandboxes/{ref}/promote"),
     ("POST", "/sandboxes/{ref}/volumes"),
     ("POST", "/v2/templates/{ref}/builds/{build}"),
