@@ -33,7 +33,8 @@ from sandbox_gateway.records import MemoryMode, Sandbox, Snapshot, SnapshotKind,
 from sandbox_gateway.tasks import clean_up
 
 _CHECK_INTERVAL_SECONDS = 1.0
-_DELAY_AFTER_CLAIM_SECONDS = 0.1
+_DELAY_AFTER_CLAIM_SECONDS = 0.5
+"""Longer than the claim and a first command, which the start of the next fork would slow down."""
 _WARM_UP_COMMAND = ["true"]
 _WARM_UP_TIMEOUT_SECONDS = 20.0
 
