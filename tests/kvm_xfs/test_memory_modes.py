@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import os
 import random
 import statistics
+import struct
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -16,6 +19,7 @@ from sandbox_gateway.engine.spec import ForkSpec
 from sandbox_gateway.errors import BackendFailed, GatewayError
 from sandbox_gateway.hosts.kvm_xfs import capture
 from sandbox_gateway.hosts.kvm_xfs.memory import listing
+from sandbox_gateway.hosts.kvm_xfs.memory.copying import Copier
 from sandbox_gateway.hosts.kvm_xfs.memory.ram import PAGE_BYTES, Ram
 from sandbox_gateway.hosts.kvm_xfs.memory.write_tracking import WriteTracking
 from sandbox_gateway.hosts.kvm_xfs.qemu.machine import Machine
@@ -226,13 +230,49 @@ def make_completion_fail(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(WriteTracking, "complete", fail)
 
 
-@pytest.mark.parametrize("inject_failure", [make_writes_fail, make_device_save_fail, make_completion_fail])
+def make_reads_fail(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: object) -> None:
+        raise BackendFailed("the memory cannot be read")
+
+    monkeypatch.setattr(Copier, "buffer", fail)
+
+
+def make_listing_fail(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let the kernel fail after it has listed some pages and has taken their marks."""
+    taken_pages: list[int] = []
+    original_ioctl = fcntl.ioctl
+
+    def take_once(descriptor: int, request: int, argument: bytearray) -> int:
+        is_scan = request == listing._PAGEMAP_SCAN
+        takes_marks = is_scan and bool(struct.unpack_from("=2Q", argument)[1] & listing._PROTECT_MATCHING)
+        if takes_marks and taken_pages:
+            raise OSError(errno.ENOMEM, "Cannot allocate memory")
+        count = original_ioctl(descriptor, request, argument)
+        if takes_marks:
+            taken_pages.append(count)
+        return count
+
+    monkeypatch.setattr(listing, "_MAX_SCAN_REGIONS", 4)
+    monkeypatch.setattr(listing.fcntl, "ioctl", take_once)
+
+
+@pytest.mark.parametrize(
+    ("inject_failure", "expected_mode"),
+    [
+        (make_writes_fail, MemoryMode.WRITTEN),
+        (make_device_save_fail, MemoryMode.WRITTEN),
+        (make_completion_fail, MemoryMode.WRITTEN),
+        (make_reads_fail, MemoryMode.WRITTEN),
+        (make_listing_fail, MemoryMode.COMPARE),
+    ],
+)
 def test_capture_after_a_failed_capture_is_complete(
     runner: EngineRunner,
     source: str,
     recorder: MemoryRecorder,
     disable_live_captures: None,
     inject_failure: FailureInjector,
+    expected_mode: MemoryMode,
 ) -> None:
     start_writer(runner)
     capture_source(runner)
@@ -241,9 +281,10 @@ def test_capture_after_a_failed_capture_is_complete(
             inject_failure(patch)
             with pytest.raises(GatewayError):
                 capture_source(runner)
-    snapshot = capture_source(runner)
-    assert snapshot.memory is MemoryMode.WRITTEN
-    assert recorder.find_differing_pages(get_memory_image_path(runner, snapshot)) == []
+    for mode in (expected_mode, MemoryMode.WRITTEN):
+        snapshot = capture_source(runner)
+        assert snapshot.memory is mode
+        assert recorder.find_differing_pages(get_memory_image_path(runner, snapshot)) == []
 
 
 def get_machine_directory(runner: EngineRunner) -> Path:

@@ -132,8 +132,11 @@ class WriteTracking:
         self._taken_marker.touch(mode=0o600)
         if only_new:
             self._can_trust_marks = True
+        # If the listing fails, it may already have taken some marks.
+        were_complete, self._marks_are_complete = self._marks_are_complete, False
         runs = self._list_pages(ram, take_marks=True)
         self._unsaved_pages = union(self._unsaved_pages, runs)
+        self._marks_are_complete = were_complete
         return runs if only_new else self._unsaved_pages
 
     def list_pages_since_last_take(self, ram: Ram) -> Runs:
