@@ -76,6 +76,9 @@ _NON_OPERATIONS = {
     "PrewarmPool.discard_all",
     "PrewarmPool.keep_forks_ready",
     "RoomMonitor.watch",
+    # Parts of requests, such as a template build with prewarm.
+    "PrewarmPool.require_room",
+    "PrewarmPool.save_target",
 }
 
 _REGISTRY_OPERATIONS = {"snapshot.push", "snapshot.pull"}

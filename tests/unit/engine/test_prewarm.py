@@ -13,6 +13,7 @@ from sandbox_gateway.engine.engine import Engine
 from sandbox_gateway.engine.spec import ForkSpec, MountSpec
 from sandbox_gateway.errors import Invalid, NoSpace, Unsupported
 from sandbox_gateway.hosts.base import Abilities, Room
+from sandbox_gateway.recipes import Recipe
 from sandbox_gateway.records import NetworkPolicy, Sandbox
 from tests.support.memory_engine import create, opened_engine, wait_until
 from tests.support.memory_host import MemoryHost
@@ -212,6 +213,23 @@ async def test_invalid_targets_are_refused(engine: Engine) -> None:
     with pytest.raises(Unsupported, match="a snapshot without memory cannot be prewarmed"):
         await engine.snapshots.create("a", name="other", memory="none", prewarm=1)
     assert [each.names for each in engine.snapshots.list()] == [["s"], ["disk"]], "nothing was captured"
+
+
+async def test_a_target_for_which_the_host_has_no_room_is_refused(engine: Engine, host: _Host) -> None:
+    await engine.prewarm.set_target("s", 2)
+    room = host.available_room
+    host.available_room = replace(room, memory_free=0)
+    for request in (
+        engine.prewarm.set_target("s", 3),
+        engine.snapshots.create("a", name="other", prewarm=1),
+        engine.templates.build("new", Recipe(), prewarm=1),
+    ):
+        with pytest.raises(NoSpace, match="less than"):
+            await request
+    assert [each.names for each in engine.snapshots.list()] == [["s"]], "nothing was captured"
+    assert (await engine.prewarm.set_target("s", 1)).target == 1, "fewer forks need no room"
+    host.available_room = room
+    assert (await engine.prewarm.set_target("s", 3)).target == 3
 
 
 async def test_a_host_that_cannot_hold_machines_refuses_to_prewarm(tmp_path: Path) -> None:

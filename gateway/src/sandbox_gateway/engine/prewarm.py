@@ -59,6 +59,8 @@ class PrewarmPool:
         self._agents = agents
         self._room = room
         self._ready_forks: dict[str, list[Sandbox]] = {}
+        self._lacks_room = False
+        """Whether a fork is missing because the host had no room for it."""
         """Uncommitted sandboxes that have machines, by the id of their snapshot, oldest first."""
         self._change_event = asyncio.Event()
         self._backoff = Backoff()
@@ -92,9 +94,22 @@ class PrewarmPool:
 
     @measured("prewarm.set")
     async def set_target(self, ref: str, count: int) -> Level:
-        """Keep ``count`` forks of a snapshot or template ready. Raises Invalid or Unsupported, like ``check_count``."""
+        """Keep ``count`` forks of a snapshot or template ready.
+
+        Raises Invalid or Unsupported, like ``check_count``, or NoSpace if the host has no room for more forks.
+        """
         snapshot = self._index.get_snapshot(ref)
         self.check_count(snapshot.memory is not MemoryMode.NONE, count)
+        await self.require_room(count - snapshot.prewarm)
+        return await self.save_target(snapshot, count)
+
+    async def require_room(self, count: int) -> None:
+        """Raise NoSpace if the host has no room for ``count`` more forks."""
+        if count > 0:
+            await self._room.require_room_for_machines(count)
+
+    async def save_target(self, snapshot: Snapshot, count: int) -> Level:
+        """Keep ``count`` forks of a snapshot ready, as soon as the host has room for them."""
         if snapshot.prewarm != count:
             snapshot = await save_snapshot(self._context, snapshot.id, prewarm=count)
         self._backoff.forget([snapshot.id])
@@ -199,7 +214,11 @@ class PrewarmPool:
                 continue
             required_mb = self._context.config.prewarm.free_memory_mb + snapshot.resources.memory_mb
             if room.memory_free >> 20 < required_mb or not self._room.has_disk_space(room):
+                if not self._lacks_room:
+                    log.warning("no fork is prewarmed", snapshot=id, reason="the host is short of memory or disk space")
+                self._lacks_room = True
                 continue
+            self._lacks_room = False
             try:
                 with self._context.durations.operation_measured("prewarm.start", snapshot.memory):
                     fork = await self._start(snapshot)

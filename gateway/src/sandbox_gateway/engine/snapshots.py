@@ -116,6 +116,7 @@ class Snapshots:
         if memory not in ("auto", "none"):
             raise Invalid(f"the memory mode {memory[:20]!r} is not valid: set memory to 'auto' or 'none'")
         self._prewarm.check_count(memory == "auto" and self._host.abilities.memory, prewarm)
+        await self._prewarm.require_room(prewarm)
         names = [require_valid_name(name)] if name else []
         with self._index.reserved(names):
             async with self._locking.running_sandbox_locked(ref) as sandbox:

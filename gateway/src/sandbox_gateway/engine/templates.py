@@ -93,6 +93,7 @@ class Templates:
         if self._find_running_build(name, digest) is None and self._find_template(name, digest) is None:
             # A refused build leaves nothing behind, even in a plan session. A build that fails later remains.
             await self._builder.require_room()
+            await self._prewarm.require_room(prewarm or 0)
         if (running_build := self._find_running_build(name, digest)) is not None:
             running_build.prewarm = running_build.prewarm if prewarm is None else prewarm
             return running_build
@@ -367,7 +368,7 @@ class Templates:
         try:
             template = await self._builder.build(build, recipe, login)
             if build.prewarm:
-                await self._prewarm.set_target(template.id, build.prewarm)
+                await self._prewarm.save_target(template, build.prewarm)
             await self.add_names(template.id, build.names)
         except BaseException:
             await clean_up(log, self.remove(build.template_id))
