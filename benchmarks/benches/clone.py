@@ -4,16 +4,39 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections import defaultdict
 
 from benchmarks.answers import Answers, recording_answers
 from benchmarks.context import Context, KvmXfs, read_available_memory_bytes
 from benchmarks.measure import Result, Target
+from benchmarks.timers import FunctionRef, Span, Timers, split_time
+from sandbox_gateway.engine.captures import Captures
+from sandbox_gateway.engine.machine_lifecycle import MachineLifecycle
 from sandbox_gateway.engine.spec import ForkSpec
 from sandbox_gateway.errors import GatewayError
+from sandbox_gateway.hosts.kvm_xfs.capture import Capture
+from sandbox_gateway.hosts.kvm_xfs.host import KvmXfsHost
 from sandbox_gateway.records import Sandbox
 
 _RESERVED_MEMORY_BYTES = 1 << 30
 _MIN_BYTES_PER_CLONE = 64 << 20
+_TIMED_FUNCTIONS: dict[str, FunctionRef] = {
+    "sync": (Captures, "_sync_guest"),
+    "prepare": (Capture, "_prepare"),
+    "pause": (Capture, "_capture_while_stopped"),
+    "pages": (Capture, "_complete_image"),
+    "fork": (MachineLifecycle, "fork"),
+    "save": (KvmXfsHost, "save"),
+}
+_PART_TITLES = {
+    "sync": "flush the guest's file system",
+    "prepare": "clone the previous memory image, and list the written pages",
+    "pause": "the pause",
+    "pages": "write the pages",
+    "fork": "start the clone, until its agent has answered",
+    "save": "write the records of the source and of the clone",
+    "rest": "everything else",
+}
 
 
 class Clone:
@@ -25,9 +48,16 @@ class Clone:
         concurrency = host.config.limits.concurrency
         result = Result(self.name, self.title, {"concurrency": concurrency, "failures": 0})
         rounds_by_count = {1: 2, 4: 1} if ctx.quick else {1: 30, 10: 5, 100: 2}
-        with host.temporary_snapshot() as snapshot, host.raw_qemu(snapshot) as raw, recording_answers() as answers:
+        timers = Timers()
+        with (
+            host.temporary_snapshot() as snapshot,
+            host.raw_qemu(snapshot) as raw,
+            timers.recording(_TIMED_FUNCTIONS),
+            recording_answers() as answers,
+        ):
             source = host.create_sandbox(snapshot.id)
             parts: list[float] = []
+            phases: dict[str, list[float]] = defaultdict(list)
             time.sleep(2)
             for requested_count, rounds in rounds_by_count.items():
                 count = _limit_clone_count(host, source, requested_count, result)
@@ -38,14 +68,24 @@ class Clone:
                     for _ in range(rounds):
                         floor.append(raw.start_concurrently(count, concurrency))
                         raw.prepare_machines(count)  # stop the raw machines to free memory for the clones
-                        _measure_clones(host, source, count, result, answers, return_times, total_times)
-                        if count == 1 and len(total_times) > len(parts):
+                        timers.take()
+                        span = _measure_clones(host, source, count, result, answers, return_times, total_times)
+                        if count == 1 and span is not None:
+                            spans = {key: calls for key, calls in timers.take().items() if key in _PART_TITLES}
+                            for key, value in split_time(span, spans).items():
+                                phases[key].append(value)
                             parts.append(_measure_parts(host, source, answers))
                         steps.advance()
                 _report(result, count, floor, return_times, total_times)
+                if count == 1:
+                    result.add_parts("total_1", _PART_TITLES, phases)
             extra_ms = [total - part for total, part in zip(result.measures["total_1"].samples, parts, strict=True)]
             result.add_measure("parts", "the pause of a capture, plus a fork of it", samples=parts)
             result.add_measure("extra", "n = 1: longer than these parts by", samples=extra_ms, target=Target("p50", 10))
+        if timers.missing_functions:
+            result.notes.append(
+                f"functions that no longer exist and were not measured: {', '.join(timers.missing_functions)}"
+            )
         return result
 
 
@@ -57,25 +97,31 @@ def _measure_clones(
     answers: Answers,
     return_times: list[float],
     total_times: list[float],
-) -> None:
-    """Measure the time until ``count`` clones have answered. Then check that each clone works, and remove it."""
+) -> Span | None:
+    """Measure the time until ``count`` clones have answered. Then check that each clone works, and remove it.
+
+    Returns the measured time, or None if a clone did not answer.
+    """
     answers.forget()
     start = time.perf_counter()
     results = host.live.do(host.live.engine.forks.clone(source.id, ForkSpec(count=count)), timeout=600)
     end = time.perf_counter()
     return_times.append((end - start) * 1000)
     exchanges = answers.wait(count)
+    span = None
     if len(exchanges) < count:
         result.notes.append(
             f"{count - len(exchanges)} of {count} clones did not answer, so the results of n = {count} do not "
             "include this round"
         )
     else:
-        total_times.append((max(end, exchanges[-1].end) - start) * 1000)
+        span = Span(start, max(end, exchanges[-1].end))
+        total_times.append(span.ms)
     clones = [each for each in results if isinstance(each, Sandbox)]
     names = host.live.do(_read_hostnames(host, clones), timeout=600)
     result.settings["failures"] += max(count - len(set(names)), count - len(exchanges))
     host.delete_sandboxes(*clones)
+    return span
 
 
 def _measure_parts(host: KvmXfs, source: Sandbox, answers: Answers) -> float:
