@@ -187,7 +187,11 @@ def _report(result: Result, samples: dict[str, list[float]]) -> None:
     result.add_measure("snapshot_first", "its first command", samples=samples["snapshot.first"], floor="again")
     result.add_measure(
         "rollback_cont", "rollback to a prewarmed snapshot, until the fork is resumed",
-        samples=samples["rollback.continued"], floor="floor_cont",
+        samples=samples["rollback.continued"], floor="floor_cont", target=Target("p50", 5),
+    )  # fmt: skip
+    result.add_measure(
+        "rollback_identified", "rollback to a prewarmed snapshot, until the agent answered",
+        samples=samples["rollback.identified"], floor="floor", target=Target("ratio", 1.15),
     )  # fmt: skip
     result.add_measure(
         "rollback", "rollback to a prewarmed snapshot, until the old machine is removed", samples=samples["rollback"],

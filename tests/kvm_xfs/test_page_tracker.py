@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import signal
 import socket
@@ -16,6 +17,7 @@ from pathlib import Path
 import pytest
 
 from sandbox_gateway.hosts.kvm_xfs.memory import listing
+from sandbox_gateway.hosts.kvm_xfs.memory import tracker as tracker_module
 from sandbox_gateway.hosts.kvm_xfs.memory.ram import PAGE_BYTES, Ram
 from sandbox_gateway.hosts.kvm_xfs.memory.tracker_client import TrackerClient
 from tests.kvm_xfs.test_memory import list_page_numbers
@@ -154,6 +156,20 @@ def test_tracker_refuses_other_programs(tracker: TrackerClient) -> None:
                 tracker.track(other_process.pid, [])
         finally:
             other_process.send_signal(signal.SIGKILL)
+
+
+def test_tracker_refuses_other_users(requires_root: None) -> None:
+    os.seteuid(65534)
+    try:
+        connections = socket.socketpair()
+    finally:
+        os.seteuid(0)
+    with (
+        connections[0],
+        connections[1],
+        pytest.raises(PermissionError, match="user 65534 may not use the page tracker"),
+    ):
+        tracker_module._check_peer(connections[0])
 
 
 def test_tracking_an_exited_process_fails(tracker: TrackerClient) -> None:
