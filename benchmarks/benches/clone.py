@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import time
 from collections import defaultdict
 
 from benchmarks.answers import Answers, recording_answers
 from benchmarks.context import Context, KvmXfs, read_available_memory_bytes
+from benchmarks.cpu_time import read_cpu_ms
 from benchmarks.measure import Result, Target
 from benchmarks.timers import FunctionRef, Span, Timers, split_time
 from sandbox_gateway.engine.captures import Captures
@@ -20,6 +22,8 @@ from sandbox_gateway.records import Sandbox
 
 _RESERVED_MEMORY_BYTES = 1 << 30
 _MIN_BYTES_PER_CLONE = 64 << 20
+_MANY = 4
+"""From this number of clones, the cores are busy, so that the CPU time of the clones is a floor."""
 _TIMED_FUNCTIONS: dict[str, FunctionRef] = {
     "sync": (Captures, "_sync_guest"),
     "prepare": (Capture, "_prepare"),
@@ -58,26 +62,28 @@ class Clone:
             source = host.create_sandbox(snapshot.id)
             parts: list[float] = []
             phases: dict[str, list[float]] = defaultdict(list)
+            cpu_times: list[float] = []
             time.sleep(2)
             for requested_count, rounds in rounds_by_count.items():
                 count = _limit_clone_count(host, source, requested_count, result)
-                floor: list[float] = []
-                return_times: list[float] = []
-                total_times: list[float] = []
+                samples: dict[str, list[float]] = defaultdict(list)
                 with ctx.showing_progress(f"n = {count}", rounds) as steps:
                     for _ in range(rounds):
-                        floor.append(raw.start_concurrently(count, concurrency))
+                        samples["floor"].append(raw.start_concurrently(count, concurrency))
                         raw.prepare_machines(count)  # stop the raw machines to free memory for the clones
                         timers.take()
-                        span = _measure_clones(host, source, count, result, answers, return_times, total_times)
+                        span = _measure_clones(host, source, count, result, answers, samples)
                         if count == 1 and span is not None:
                             spans = {key: calls for key, calls in timers.take().items() if key in _PART_TITLES}
                             for key, value in split_time(span, spans).items():
                                 phases[key].append(value)
                             parts.append(_measure_parts(host, source, answers))
                         steps.advance()
-                _report(result, count, floor, return_times, total_times)
+                _report(result, count, samples)
+                if count >= _MANY:
+                    _compare_with_cpu_time(result, count, cpu_times)
                 if count == 1:
+                    cpu_times = samples["cpu"]
                     result.add_parts("total_1", _PART_TITLES, phases)
             extra_ms = [total - part for total, part in zip(result.measures["total_1"].samples, parts, strict=True)]
             result.add_measure("parts", "the pause of a capture, plus a fork of it", samples=parts)
@@ -95,10 +101,11 @@ def _measure_clones(
     count: int,
     result: Result,
     answers: Answers,
-    return_times: list[float],
-    total_times: list[float],
+    samples: dict[str, list[float]],
 ) -> Span | None:
     """Measure the time until ``count`` clones have answered. Then check that each clone works, and remove it.
+
+    Adds the times, and the CPU time of a single clone's QEMU process, to ``samples``.
 
     Returns the measured time, or None if a clone did not answer.
     """
@@ -106,7 +113,7 @@ def _measure_clones(
     start = time.perf_counter()
     results = host.live.do(host.live.engine.forks.clone(source.id, ForkSpec(count=count)), timeout=600)
     end = time.perf_counter()
-    return_times.append((end - start) * 1000)
+    samples["returned"].append((end - start) * 1000)
     exchanges = answers.wait(count)
     span = None
     if len(exchanges) < count:
@@ -116,12 +123,27 @@ def _measure_clones(
         )
     else:
         span = Span(start, max(end, exchanges[-1].end))
-        total_times.append(span.ms)
+        samples["total"].append(span.ms)
     clones = [each for each in results if isinstance(each, Sandbox)]
+    if count == 1 and clones:
+        samples["cpu"].append(read_cpu_ms(int(clones[0].host["pid"])))
     names = host.live.do(_read_hostnames(host, clones), timeout=600)
     result.settings["failures"] += max(count - len(set(names)), count - len(exchanges))
     host.delete_sandboxes(*clones)
     return span
+
+
+def _compare_with_cpu_time(result: Result, count: int, cpu_times: list[float]) -> None:
+    """Compare the time for ``count`` clones with the CPU time of as many single clones, spread over all cores."""
+    cores = os.cpu_count() or 1
+    ideal_times = [each * count / cores for each in cpu_times]
+    result.add_measure(
+        f"cpu_{count}", f"floor: {count} x the CPU time of one clone, on {cores} cores", samples=ideal_times
+    )
+    result.add_measure(
+        f"wall_{count}", f"n = {count}, compared with this CPU time", samples=result.measures[f"total_{count}"].samples,
+        floor=f"cpu_{count}", target=Target("ratio", 1.3),
+    )  # fmt: skip
 
 
 def _measure_parts(host: KvmXfs, source: Sandbox, answers: Answers) -> float:
@@ -160,13 +182,13 @@ def _limit_clone_count(host: KvmXfs, source: Sandbox, requested_count: int, resu
     return min(max_clones, requested_count)
 
 
-def _report(
-    result: Result, count: int, floor: list[float], return_times: list[float], total_times: list[float]
-) -> None:
-    result.add_measure(f"floor_{count}", f"floor: {count} x QEMU, with the same concurrency, no gateway", samples=floor)
-    result.add_measure(f"returned_{count}", f"n = {count}, until the engine returned", samples=return_times)
+def _report(result: Result, count: int, samples: dict[str, list[float]]) -> None:
     result.add_measure(
-        f"total_{count}", f"n = {count}, until all have answered", samples=total_times, floor=f"floor_{count}"
+        f"floor_{count}", f"floor: {count} x QEMU, with the same concurrency, no gateway", samples=samples["floor"]
     )
-    per_clone = [elapsed / count for elapsed in total_times]
+    result.add_measure(f"returned_{count}", f"n = {count}, until the engine returned", samples=samples["returned"])
+    result.add_measure(
+        f"total_{count}", f"n = {count}, until all have answered", samples=samples["total"], floor=f"floor_{count}"
+    )
+    per_clone = [elapsed / count for elapsed in samples["total"]]
     result.add_measure(f"each_{count}", f"n = {count}, per clone", samples=per_clone)

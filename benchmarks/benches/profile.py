@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import time
 from collections import defaultdict
-from pathlib import Path
 from typing import NamedTuple
 
 from benchmarks.context import Context, KvmXfs
+from benchmarks.cpu_time import read_cpu_ms
 from benchmarks.measure import Result
 from benchmarks.timers import time_call
 from benchmarks.translation import find_machine, read_translated_code
@@ -73,9 +73,8 @@ class _Usage(NamedTuple):
 
 
 def _read_usage(host: KvmXfs, sandbox: Sandbox) -> _Usage:
-    schedules = Path(f"/proc/{find_machine(host, sandbox).pid}/task").glob("*/schedstat")
-    cpu_nanoseconds = sum(int(path.read_text().split()[0]) for path in schedules)
-    return _Usage(cpu_nanoseconds / 1_000_000, read_translated_code(host, sandbox).block_count)
+    cpu_ms = read_cpu_ms(find_machine(host, sandbox).pid)
+    return _Usage(cpu_ms, read_translated_code(host, sandbox).block_count)
 
 
 def _record(samples: dict[str, list[float]], key: str, milliseconds: float, before: _Usage, after: _Usage) -> None:

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from benchmarks.context import Context
+from benchmarks.cpu_time import read_cpu_ms
 from benchmarks.measure import Result, Target
 from benchmarks.timers import time_call
 from sandbox_gateway.hosts.kvm_xfs import record_files
@@ -324,15 +325,9 @@ def _read_resident_bytes(pid: int) -> float:
 
 def _measure_idle_cpu_ms(pid: int) -> float:
     """Return the CPU time in milliseconds that a process uses per second while it is idle."""
-    start_cpu_seconds, start_time = _read_cpu_seconds(pid), time.monotonic()
+    start_cpu_ms, start_time = read_cpu_ms(pid), time.monotonic()
     time.sleep(_IDLE_SECONDS)
-    return (_read_cpu_seconds(pid) - start_cpu_seconds) / (time.monotonic() - start_time) * 1000
-
-
-def _read_cpu_seconds(pid: int) -> float:
-    # The clock ticks of /proc/PID/stat are too coarse; this file is in nanoseconds, per thread.
-    nanoseconds = sum(int((task / "schedstat").read_text().split()[0]) for task in Path(f"/proc/{pid}/task").iterdir())
-    return nanoseconds / 1e9
+    return (read_cpu_ms(pid) - start_cpu_ms) / (time.monotonic() - start_time)
 
 
 def _add_measures(
