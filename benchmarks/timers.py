@@ -59,6 +59,11 @@ class Timers:
         successful_spans = (span for span in list(self._spans.get(key, [])) if span.args)
         return [span for span in successful_spans if all(argument in span.args[1:] for argument in arguments)]
 
+    def describe_missing_functions(self) -> list[str]:
+        """Return a note about ``missing_functions``, or nothing if there are none."""
+        names = ", ".join(self.missing_functions)
+        return [f"functions that no longer exist and were not measured: {names}"] if names else []
+
     def take(self) -> dict[str, list[Span]]:
         """Return the calls recorded since the last ``take``, by the key of the function."""
         spans, self._spans = dict(self._spans), defaultdict(list)

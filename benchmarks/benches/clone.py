@@ -88,10 +88,7 @@ class Clone:
             extra_ms = [total - part for total, part in zip(result.measures["total_1"].samples, parts, strict=True)]
             result.add_measure("parts", "the pause of a capture, plus a fork of it", samples=parts)
             result.add_measure("extra", "n = 1: longer than these parts by", samples=extra_ms, target=Target("p50", 10))
-        if timers.missing_functions:
-            result.notes.append(
-                f"functions that no longer exist and were not measured: {', '.join(timers.missing_functions)}"
-            )
+        result.notes += timers.describe_missing_functions()
         return result
 
 

@@ -67,10 +67,7 @@ class Fork:
                 steps.advance()
         _report(result, samples)
         result.notes.append(_describe_own_part(samples))
-        if timers.missing_functions:
-            result.notes.append(
-                f"functions that no longer exist and were not measured: {', '.join(timers.missing_functions)}"
-            )
+        result.notes += timers.describe_missing_functions()
         return result
 
 

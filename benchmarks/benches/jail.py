@@ -243,10 +243,7 @@ def _measure_forks(
     title = "engine.forks.create, until the agent answered"
     result.add_measure("answered", title, samples=samples["answered"], floor="floor_agent")
     result.add_measure("kill", "engine.sandboxes.delete", samples=samples["kill"])
-    if timers.missing_functions:
-        result.notes.append(
-            f"functions that no longer exist and were not measured: {', '.join(timers.missing_functions)}"
-        )
+    result.notes += timers.describe_missing_functions()
 
 
 def _measure_fork(live: EngineRunner, timers: Timers, answers: Answers, samples: dict[str, list[float]]) -> None:

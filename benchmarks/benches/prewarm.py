@@ -68,10 +68,7 @@ class Prewarm:
                 _measure_rollback(timer, sandbox, snapshot)
                 steps.advance()
         _report(result, samples)
-        if timers.missing_functions:
-            result.notes.append(
-                f"functions that no longer exist and were not measured: {', '.join(timers.missing_functions)}"
-            )
+        result.notes += timers.describe_missing_functions()
         return result
 
 

@@ -20,6 +20,7 @@ from tests.support.age import (
     LARGE_TEXT,
     Key,
     decrypt,
+    key,
     make_key,
     no_import_remains,
     write_program,
@@ -27,12 +28,7 @@ from tests.support.age import (
 from tests.support.memory_gateway import MemoryGateway
 from tests.support.memory_host import MemorySource
 
-__all__ = ["no_import_remains", "taken_snapshot"]  # fixtures
-
-
-@pytest.fixture
-def key(tmp_path_factory: pytest.TempPathFactory) -> Key:
-    return make_key(tmp_path_factory.mktemp("keys") / "key")
+__all__ = ["key", "no_import_remains", "taken_snapshot"]  # fixtures
 
 
 @pytest.fixture

@@ -21,6 +21,7 @@ from tests.support.age import (
     LARGE_TEXT,
     Key,
     decrypt,
+    key,
     make_key,
     no_import_remains,
     write_program,
@@ -28,12 +29,7 @@ from tests.support.age import (
 from tests.support.memory_gateway import MemoryGateway
 from tests.support.memory_host import MemorySource
 
-__all__ = ["no_import_remains"]  # a fixture
-
-
-@pytest.fixture
-def key(tmp_path_factory: pytest.TempPathFactory) -> Key:
-    return make_key(tmp_path_factory.mktemp("keys") / "key")
+__all__ = ["key", "no_import_remains"]  # fixtures
 
 
 @pytest.fixture(autouse=True)

@@ -47,6 +47,11 @@ def make_key(path: Path) -> Key:
     return Key(str(path), public_key.stdout.strip())
 
 
+@pytest.fixture
+def key(tmp_path_factory: pytest.TempPathFactory) -> Key:
+    return make_key(tmp_path_factory.mktemp("keys") / "key")
+
+
 def decrypt(file: Path, key: Key) -> bytes:
     command = ["age", "-d", "-i", key.path, str(file)]
     return subprocess.run(command, check=True, capture_output=True, timeout=60).stdout

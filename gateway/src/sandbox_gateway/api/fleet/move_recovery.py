@@ -101,7 +101,7 @@ class MoveRecovery:
                 raise Unavailable("the move has just changed")
             await self._moves.take_back(id, move.id, f"its move to host {move.target} failed")
         if found is not None:
-            await self._try_to_forget(id, move.id)
+            await self.try_to_forget(id, move.id)
         return has_left
 
     async def _has_left(self, id: str, move: MoveRecord, found: MoveRecord | None) -> bool:
@@ -122,15 +122,11 @@ class MoveRecovery:
         # The sandbox was deleted after its move, or the target has lost what it had got.
         return found.state == "adopted"
 
-    async def forget_unstarted(self, id: str, move: MoveRecord) -> None:
-        """End a move of which the target does not know."""
-        await self._try_to_forget(id, move.id)
-
     async def _find(self, id: str, move: str) -> MoveRecord | None:
         found = await self._fleet.moves.find(id)
         return found if found is not None and found.id == move else None
 
-    async def _try_to_forget(self, id: str, move: str) -> None:
+    async def try_to_forget(self, id: str, move: str) -> None:
         """Remove the key of a move, or let ``watch`` do it later."""
         try:
             if (found := await self._find(id, move)) is not None:

@@ -175,7 +175,7 @@ class Mover:
         """
         try:
             if self._moves.find_departing(id, move.id) is None:
-                await self.recovery.forget_unstarted(id, move)
+                await self.recovery.try_to_forget(id, move.id)
                 return False
             return await self.recovery.resolve_departure(id)
         except GatewayError as error:

@@ -93,14 +93,12 @@ class ServerStarter:
     async def _launch_repeatedly(
         self, volume: str, settings: ServerSettings, marker: str, program_path: str
     ) -> ServerProcess:
-        for attempts_left in reversed(range(_START_ATTEMPTS)):
+        for _ in range(_START_ATTEMPTS - 1):
             try:
                 return await self._launch(volume, settings, marker, program_path)
             except Timeout as error:
-                if not attempts_left:
-                    raise
                 log.warning("a volume server is started again", volume=volume, reason=error.message)
-        raise AssertionError("unreachable")
+        return await self._launch(volume, settings, marker, program_path)
 
     async def _launch(self, volume: str, settings: ServerSettings, marker: str, program_path: str) -> ServerProcess:
         """Start the process of a server, and wait until it is ready and isolated. On failure, kill it."""
