@@ -22,8 +22,9 @@ STARTED_BY_RUN = RUN_VARIABLE in os.environ
 _ID_CHARACTERS = "0123456789abcdefghijklmnopqrstuvwxyz"
 LANE = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw"))
 LANE_COUNT = 2
-_GATEWAYS_PER_LANE = len(_ID_CHARACTERS) ** 2 // LANE_COUNT
-_gateway_numbers = itertools.count()
+# Avoid 10.255, because some networks have their resolver there.
+_SUBNETS = [f"10.{second}.{third}.0/22" for second in range(236, 255) for third in range(0, 256, 4)]
+_claimed_networks: list[socket.socket] = []
 # Below the ephemeral ports of Linux (32768 and up), so that no client takes a port between its choice and its use.
 _PORTS = range(20000 + LANE % LANE_COUNT * 6000, 20000 + (LANE % LANE_COUNT + 1) * 6000)
 # Each process starts at a random port, because ansible-test starts further pytest processes within a lane.
@@ -65,23 +66,26 @@ def get_cache_dir() -> Path:
 
 
 def allocate_network() -> dict[str, str]:
-    """Return the settings ``prefix`` and ``subnet`` for another gateway.
+    """Return the settings ``prefix`` and ``subnet`` for another gateway, which no other process on this machine gets.
 
-    The prefix starts with ``t`` and the run's id, and the subnet has room for 256 slots. Raises RuntimeError if the
-    lane has no more names.
+    The prefix starts with ``t`` and the run's id, and the subnet has room for 256 slots. Both remain claimed until this
+    process exits. Raises RuntimeError if all are in use.
     """
-    if LANE >= LANE_COUNT or (number := next(_gateway_numbers)) >= _GATEWAYS_PER_LANE:
-        raise RuntimeError(
-            f"lane {LANE} has no network name left: names exist for {LANE_COUNT} lanes with "
-            f"{_GATEWAYS_PER_LANE} gateways each"
-        )
-    number += LANE * _GATEWAYS_PER_LANE
-    # Avoid 10.255, because some networks have their resolver there.
-    block_number = (int(get_run_id(), 36) * 7 + number) % 960
-    return {
-        "prefix": f"t{get_run_id()}{_ID_CHARACTERS[number // 36]}{_ID_CHARACTERS[number % 36]}",
-        "subnet": f"10.{240 + block_number // 64}.{block_number % 64 * 4}.0/22",
-    }
+    first_number = int(get_run_id(), 36) * 7 + LANE * len(_SUBNETS) // LANE_COUNT
+    for offset in range(len(_SUBNETS)):
+        number = (first_number + offset) % len(_SUBNETS)
+        claim = socket.socket(socket.AF_UNIX)
+        try:
+            claim.bind(f"\0grove-test-network-{number}")
+        except OSError:
+            claim.close()
+            continue
+        _claimed_networks.append(claim)
+        return {
+            "prefix": f"t{get_run_id()}{_ID_CHARACTERS[number // 36]}{_ID_CHARACTERS[number % 36]}",
+            "subnet": _SUBNETS[number],
+        }
+    raise RuntimeError(f"all {len(_SUBNETS)} networks are in use by test runs: wait until one ends")
 
 
 def allocate_port() -> int:

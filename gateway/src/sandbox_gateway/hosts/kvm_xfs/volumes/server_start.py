@@ -31,9 +31,7 @@ from sandbox_gateway.hosts.kvm_xfs.volumes.server_process import (
 )
 from sandbox_gateway.log import Logger
 
-_START_TIMEOUT_SECONDS = 15.0
-_START_ATTEMPTS = 2
-"""Rarely, nfs-ganesha hangs while it starts. The same start succeeds when it is repeated."""
+_START_TIMEOUT_SECONDS = 20.0
 _APPLY_TIMEOUT_SECONDS = 2.0
 _QUERY_TIMEOUT_SECONDS = 2.0
 _QUERY_INTERVAL_SECONDS = 0.005
@@ -53,6 +51,7 @@ class ServerStarter:
     """
 
     def __init__(self, network: Network, root: Path, ganesha: str, aliases: Aliases) -> None:
+        self._subnet = network.subnet
         self._address = get_volume_address(network)
         self._gateway = get_volume_gateway(network)
         self._root = root
@@ -80,32 +79,10 @@ class ServerStarter:
         save_settings(directory, settings)
         marker, text = self._build_configuration(volume, settings)
         replace_file(directory / CONFIG_FILE, text)
-        server = await self._launch_repeatedly(volume, settings, marker, program_path)
-        try:
-            yield server
-        except BaseException:
-            server.send_signal(signal.SIGKILL)
-            server.stop_watching()
-            raise
-        server.is_current = True
-        log.info("serving a volume", volume=volume, pid=server.pid, ms=round((time.monotonic() - start_time) * 1000))
-
-    async def _launch_repeatedly(
-        self, volume: str, settings: ServerSettings, marker: str, program_path: str
-    ) -> ServerProcess:
-        for _ in range(_START_ATTEMPTS - 1):
-            try:
-                return await self._launch(volume, settings, marker, program_path)
-            except Timeout as error:
-                log.warning("a volume server is started again", volume=volume, reason=error.message)
-        return await self._launch(volume, settings, marker, program_path)
-
-    async def _launch(self, volume: str, settings: ServerSettings, marker: str, program_path: str) -> ServerProcess:
-        """Start the process of a server, and wait until it is ready and isolated. On failure, kill it."""
         server = ServerProcess(volume, 0, settings, log=create_log())
         process = await asyncio.create_subprocess_exec(
-            *(sys.executable, "-I", "-S", launcher.__file__, settings.image, str(self._root / volume), volume),
-            *(program_path, str(self.namespace), build_file_server_filter().hex(), str(settings.port)),
+            *(sys.executable, "-I", "-S", launcher.__file__, settings.image, str(directory), volume, program_path),
+            *(str(self.namespace), build_file_server_filter().hex(), str(settings.port)),
             stdin=asyncio.subprocess.PIPE,
             stdout=asyncio.subprocess.PIPE,
             stderr=server.log,
@@ -116,6 +93,7 @@ class ServerStarter:
         try:
             async with asyncio.timeout(_START_TIMEOUT_SECONDS):
                 await self._wait_until_ready(process, server, marker)
+            yield server
         except BaseException as error:
             if process.returncode is None:
                 with contextlib.suppress(ProcessLookupError):
@@ -129,10 +107,11 @@ class ServerStarter:
             if isinstance(error, TimeoutError):
                 raise Timeout(
                     f"the server for volume {volume} did not answer within {_START_TIMEOUT_SECONDS:g} s{log_tail}. "
-                    "Check the load of the host"
+                    f"Check the load of the host, and that nothing else on it uses {self._subnet}"
                 ) from None
             raise
-        return server
+        server.is_current = True
+        log.info("serving a volume", volume=volume, pid=server.pid, ms=round((time.monotonic() - start_time) * 1000))
 
     async def _wait_until_ready(self, process: asyncio.subprocess.Process, server: ServerProcess, marker: str) -> None:
         assert process.stdout is not None and process.stdin is not None
