@@ -24,6 +24,8 @@ from tests.support.worlds import TEMPLATE, World
 CRASH_POINTS = os.environ.get("GROVE_CRASH_POINTS", "2")
 QMP_OPERATIONS = {"capture", "claim", "clone", "capture-with-volumes", "pause"}
 """The operations that send commands to QEMU."""
+MEMORY_OPERATIONS = {"capture", "clone", "pause"}
+"""The operations that take the marks of written pages, which the next capture needs."""
 
 
 class Scenario:
@@ -139,7 +141,9 @@ def test_a_killed_operation_leaves_no_partial_object(
         pytest.skip(f"{sandbox_scenario.world.kind} declares that it cannot hold machines")
     if operation == "import-since" and not sandbox_scenario.world.abilities.incremental_transfer:
         pytest.skip(f"{sandbox_scenario.world.kind} declares that its files are always whole")
-    kill_at_each_step(operation, sandbox_scenario, tmp_path / "output", check_sandboxes, restore_sandboxes)
+    checks_memory = operation in MEMORY_OPERATIONS and sandbox_scenario.world.abilities.memory
+    check = check_sandboxes_and_memory if checks_memory else check_sandboxes
+    kill_at_each_step(operation, sandbox_scenario, tmp_path / "output", check, restore_sandboxes)
 
 
 def kill_at_each_step(
@@ -201,6 +205,20 @@ def check_sandboxes(runner: EngineRunner, world: World, moment: str) -> None:
         runner.do(runner.engine.sandboxes.delete(fork.id))
     check_lineage(runner, moment)
     runner.wait_for(world.check_no_strays, runner.engine, runner.config, moment)
+
+
+def check_sandboxes_and_memory(runner: EngineRunner, world: World, moment: str) -> None:
+    """Also check that a fork of a new capture has the memory of the source. Then change the memory."""
+    check_sandboxes(runner, world, moment)
+    runner.shell("source", "test -e /root/digest || head -c 2M /dev/urandom >/dev/shm/blob")
+    digest = runner.shell("source", "sha256sum /dev/shm/blob")
+    assert digest == runner.shell("source", "cat /root/digest 2>/dev/null || sha256sum /dev/shm/blob"), moment
+    probe = runner.do(runner.engine.snapshots.create("source"))
+    fork = runner.do(runner.engine.forks.create(probe.id, ForkSpec()))
+    assert runner.shell(fork.id, "sha256sum /dev/shm/blob") == digest, moment
+    runner.do(runner.engine.sandboxes.delete(fork.id))
+    runner.do(runner.engine.snapshots.delete(probe.id))
+    runner.shell("source", "head -c 2M /dev/urandom >/dev/shm/blob && sha256sum /dev/shm/blob >/root/digest && sync")
 
 
 def restore_sandboxes(runner: EngineRunner) -> None:

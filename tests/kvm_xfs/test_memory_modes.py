@@ -48,6 +48,20 @@ while True:
 """
 """A guest program that writes to memory continuously, and reads the disk into memory, bypassing the cache."""
 
+DIRECT_READER_PROGRAM = """
+import os, mmap
+size = 64 << 10
+os.system('head -c 8388608 /dev/urandom >/root/noise; sync')
+disk = os.open('/root/noise', os.O_RDONLY | os.O_DIRECT)
+blob = memoryview(mmap.mmap(-1, 127 * size))
+number = 0
+while True:
+    number += 1
+    place = number % 127 * size
+    os.preadv(disk, [blob[place : place + size]], number % 128 * size)
+"""
+"""A guest program that reads different parts of a file into the same memory, past the cache."""
+
 
 @pytest.fixture
 def runner(kvm_xfs_world: KvmXfsWorld, request: pytest.FixtureRequest) -> Iterator[EngineRunner]:
@@ -115,8 +129,8 @@ def skip_without_soft_dirty_bits(runner: EngineRunner) -> None:
         pytest.skip("this kernel does not support soft-dirty bits; test_soft_dirty.py tests them in a guest")
 
 
-def start_writer(runner: EngineRunner) -> None:
-    runner.shell("source", f"cat >/root/writer.py <<'END'\n{WRITER_PROGRAM}\nEND")
+def start_writer(runner: EngineRunner, program: str = WRITER_PROGRAM) -> None:
+    runner.shell("source", f"cat >/root/writer.py <<'END'\n{program}\nEND")
     runner.shell(
         "source",
         "setsid python3 /root/writer.py </dev/null >/root/writer.log 2>&1 & sleep 1; ! test -s /root/writer.log",
@@ -170,6 +184,43 @@ def test_image_of_a_live_capture_equals_the_memory(
         stop_counts.append(len(snapshot.host["stops_ms"]))
         runner.do(runner.engine.snapshots.delete(snapshot.id))
     assert max(stop_counts) >= 2
+
+
+@pytest.fixture
+def make_reads_slow(runner: EngineRunner, source: str) -> Iterator[None]:
+    """Delay reads of the source's QEMU process, so that one is nearly always in flight, in the kernel."""
+    group = Path("/sys/fs/cgroup/blkio") / f"{runner.config.network.prefix}-slow-reads"
+    if not (group.parent / "blkio.throttle.read_bps_device").exists():
+        pytest.skip("the kernel cannot limit the rate of reads (controller blkio, version 1)")
+    device = runner.config.host.state_root.stat().st_dev
+    group.mkdir()
+    (group / "blkio.throttle.read_bps_device").write_text(f"{os.major(device)}:{os.minor(device)} {2 << 20}")
+    (group / "cgroup.procs").write_text(str(runner.get_sandbox(source).host["pid"]))
+    yield
+    for pid in (group / "cgroup.procs").read_text().split():
+        (group.parent / "cgroup.procs").write_text(pid)
+    group.rmdir()
+
+
+@pytest.mark.parametrize("runner", ["written"], indirect=True)
+def test_reads_in_flight_are_not_lost_by_a_live_capture(
+    runner: EngineRunner,
+    source: str,
+    recorder: MemoryRecorder,
+    request: pytest.FixtureRequest,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The device writes to pages that it pinned before their marks were taken, and so does not mark them again."""
+    monkeypatch.setattr(capture, "MAX_SINGLE_STOP_BYTES", 64 << 10)
+    start_writer(runner, DIRECT_READER_PROGRAM)
+    capture_source(runner)
+    request.getfixturevalue("make_reads_slow")
+    for _ in range(max(CAPTURE_COUNT, 4)):
+        runner.shell("source", "sleep 0.2")
+        snapshot = capture_source(runner)
+        assert snapshot.memory is MemoryMode.LIVE, snapshot.host
+        assert recorder.find_differing_pages(get_memory_image_path(runner, snapshot)) == []
+        runner.do(runner.engine.snapshots.delete(snapshot.id))
 
 
 @pytest.mark.parametrize(
