@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 from benchmarks.context import Context, KvmXfs, Steps, create_busy_program
 from benchmarks.guest_memory import count_changed_bytes
-from benchmarks.measure import Result, Target
+from benchmarks.measure import Result, Target, compute_percentile
 from benchmarks.ping import Ping
 from benchmarks.raw_qemu import RawMachine
 from benchmarks.timers import time_call
@@ -70,6 +70,8 @@ class _Waits:
 
     during_captures: list[float] = field(default_factory=list)
     before_captures: list[float] = field(default_factory=list)
+    pauses: list[float] = field(default_factory=list)
+    """The pauses of these captures, in ms, by the host's clock."""
 
 
 def _capture_repeatedly(
@@ -114,6 +116,7 @@ def _capture_with_pings(host: KvmXfs, source: Snapshot, rounds: int, waits: _Wai
             if not is_small:
                 break
             windows.append((start, end))
+            waits.pauses.append(snapshot.pause_ms)
             steps.advance()
     for start, end in windows:
         waits.during_captures.append(ping.find_longest_wait(start, end))
@@ -141,6 +144,10 @@ def _report(result: Result, captures: _Captures, waits: _Waits) -> None:
     result.add_measure(
         "pause", "source pause, measured by the host", samples=pauses, floor="floor", target=Target("ratio", 1.15)
     )
+    spread = compute_percentile(pauses, 95) / compute_percentile(pauses, 50)
+    result.add_measure(
+        "spread", "p95 of the pause, divided by its p50", "count", samples=[spread], target=Target("p50", 2)
+    )
     phases = [snapshot.host["phases_ms"] for snapshot in captures.snapshots]
     result.add_parts(
         "pause", _PHASE_TITLES, {key: [each[key] for each in phases if key in each] for key in _PHASE_TITLES}
@@ -149,6 +156,13 @@ def _report(result: Result, captures: _Captures, waits: _Waits) -> None:
     result.add_measure(
         "outside", "longest wait for a ping, during a capture", samples=waits.during_captures, floor="quiet"
     )
+    during, before, pause = (
+        compute_percentile(each, 50) for each in (waits.during_captures, waits.before_captures, waits.pauses)
+    )
+    result.add_measure(
+        "disagreement", "p50 of these waits minus p50 of their floor, compared with the pause of these captures",
+        samples=[abs(during - before - pause)], target=Target("p50", 2),
+    )  # fmt: skip
     result.add_measure("total", "capture, until the snapshot is on the disk", samples=captures.total_ms)
     result.add_measure(
         "changed", "floor: memory changed since the previous capture", "bytes", samples=captures.changed_bytes

@@ -59,9 +59,9 @@ class PrewarmPool:
         self._agents = agents
         self._room = room
         self._ready_forks: dict[str, list[Sandbox]] = {}
+        """Uncommitted sandboxes that have machines, by the id of their snapshot, oldest first."""
         self._lacks_room = False
         """Whether a fork is missing because the host had no room for it."""
-        """Uncommitted sandboxes that have machines, by the id of their snapshot, oldest first."""
         self._change_event = asyncio.Event()
         self._backoff = Backoff()
         self._next_start_at = 0.0
