@@ -420,18 +420,12 @@ def _plan_export(
 
 
 def _require_base(want: DesiredState, have: CurrentState) -> None:
-    """Raise Failure if nothing can be exported since ``export_since``. Only the gateway knows which bases fit."""
+    """Raise Failure if ``export_since`` does not exist. Only the gateway knows which bases fit."""
     if have.base is None:
         raise Failure(
             f"snapshot {want.export_since!r} not found: set export_since to an earlier snapshot or a template of this "
             "gateway, or omit it",
             "not_found",
-        )
-    if have.base["backend"] != "jail_zfs":
-        raise Failure(
-            "only jail hosts can export what has changed since another snapshot; files with the images of virtual "
-            "machines are always whole: omit export_since, or use push_to, which sends only new chunks",
-            "unsupported",
         )
 
 

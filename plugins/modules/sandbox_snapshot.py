@@ -108,10 +108,10 @@ options:
       - Name or id of a snapshot or template of the same gateway. The file of O(export_to) then contains only what
         differs from it. Another gateway can import the file only after it has imported this snapshot or template, from
         a file or as a part of one with O(export_since).
-      - It must be the template or snapshot from which the sandbox was forked, or to which it was last rolled back, or
-        an earlier snapshot that was taken since then.
+      - On jail hosts, it must be the template or snapshot from which the sandbox was forked, or to which it was last
+        rolled back, or an earlier snapshot that was taken since then. On hosts of virtual machines, any other snapshot
+        will do, but the file is small only if the two share most of their data.
       - A file that contains the snapshot, but not since this one, is replaced.
-      - Only jail hosts support this. On hosts of virtual machines, use O(push_to), which sends only new data.
     type: str
   import_from:
     description:
@@ -231,7 +231,7 @@ EXAMPLES = r"""
     name: before-upgrade
     export_to: /srv/before-upgrade.snapshot
 
-- name: Write only what has changed since yesterday's snapshot, on a jail host
+- name: Write only what has changed since yesterday's snapshot
   grove.sandbox.sandbox_snapshot:
     name: tuesday
     sandbox: web

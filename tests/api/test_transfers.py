@@ -542,12 +542,16 @@ def make_jail_file(gateway: MemoryGateway, guid: int) -> bytes:
     return Encoder(gateway.engine.transfers.get_signer()).encode_head(parse_manifest(json.dumps(fields).encode()))
 
 
-def test_only_jail_hosts_export_what_has_changed(
-    memory_gateway: MemoryGateway, api: httpx.Client, snapshot: dict[str, Any]
+def test_a_host_that_cannot_export_what_has_changed_refuses(
+    memory_gateway: MemoryGateway, api: httpx.Client, snapshot: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    refusal = api.get("/snapshots/taken/export", params={"since": "taken"})
+    assert (refusal.status_code, refusal.json()["kind"]) == (400, "invalid")
+    abilities = dataclasses.replace(memory_gateway.host.abilities, incremental_transfer=False)
+    monkeypatch.setattr(memory_gateway.host, "abilities", abilities)
     refusal = api.get("/snapshots/taken/export", params={"since": "base"})
     assert (refusal.status_code, refusal.json()["kind"]) == (400, "unsupported")
-    assert "only jail hosts can export" in refusal.json()["message"]
+    assert "this host cannot export what has changed" in refusal.json()["message"]
     assert api.get("/snapshots/taken/export", params={"since": "nothing"}).status_code == 404
 
 
@@ -557,7 +561,7 @@ def test_a_plan_session_predicts_whether_a_base_fits(
     host, template = memory_gateway.host, memory_gateway.engine.snapshots.get("base")
     api.post("/sandboxes", json={"templateID": "base", "name": "other"}).raise_for_status()
     api.post("/sandboxes/other/snapshots", json={"name": "unrelated"}).raise_for_status()
-    monkeypatch.setattr(host, "abilities", dataclasses.replace(host.abilities, incremental_transfer=True))
+    monkeypatch.setattr(host, "abilities", dataclasses.replace(host.abilities, any_transfer_base=False))
     ids_by_guid = {5: [template.id]}
 
     async def find_export_bases(snapshot: Snapshot) -> dict[str, int]:

@@ -27,7 +27,7 @@ IMAGE_PATH = "/srv/images/base.tar.zst"
 REGISTRY = "registry.example"
 IDENTITY_PATH, RECIPIENT = "/root/backup-key.txt", "age1ql3z7hjy54pw3hyww5ayyfg7zqgvc7w3j2elw8zmrj2kg5sfn9aqmcac8p"
 DOCKERFILE_PATH = "/srv/api/Dockerfile"
-OPTIONS_OF_OTHER_GATEWAYS = {"placement", "export_since"}
+OPTIONS_OF_OTHER_GATEWAYS = {"placement"}
 EXPORTED_FILE_PATHS = ("/srv/before-upgrade.snapshot", "/srv/code-tuesday.volume")
 SETUP_TASKS: dict[str, list[Task]] = {
     "sandbox": [{"grove.sandbox.sandbox_volume": {"name": "data"}}],

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable
+from typing import Any
 
 import pytest
 
 from sandbox_gateway.engine.spec import ForkSpec
+from sandbox_gateway.engine.transfer.transfers import Export
 from sandbox_gateway.errors import Busy, NotFound
 from sandbox_gateway.records import Arrival, Sandbox, SandboxState
 from tests.support.live import EngineRunner
@@ -38,31 +41,33 @@ def _trust(runner: EngineRunner, source: EngineRunner) -> None:
     runner.engine.transfers.list_fleet_signers = lambda: [signer]
 
 
-def _send(source: EngineRunner, target: EngineRunner, *, resumes: bool) -> Sandbox:
+def _send(source: EngineRunner, target: EngineRunner, *, resumes: bool, after_first_pass: bool = False) -> Sandbox:
     """Let a sandbox depart, and arrive on the target."""
-    sandbox = source.do(source.engine.moves.depart("web", MOVE, "h2"))
-
-    async def read_file() -> list[bytes]:
-        export = await source.engine.moves.export(sandbox.id, MOVE, memory=True)
-        try:
-            return [piece async for piece in export.read_pieces()]
-        finally:
-            await export.close()
-
-    file = source.do(read_file())
+    moves = source.engine.moves
+    sandbox = source.do(moves.depart("web", MOVE, "h2"))
+    file = source.do(_read(moves.export(sandbox.id, MOVE, memory=True, after_first_pass=after_first_pass)))
 
     async def receive() -> None:
-        async def read_pieces() -> AsyncIterator[bytes]:
-            for piece in file:
-                yield piece
-
-        data = source.engine.moves.describe_for_target(sandbox)
+        data = moves.describe_for_target(sandbox)
         arriving_sandbox = await target.engine.moves.check_arrival(data, resumes=resumes)
         arrival = Arrival(move=MOVE, source="h1", resumes=resumes)
-        await target.engine.moves.receive(arriving_sandbox, arrival, read_pieces())
+        await target.engine.moves.receive(arriving_sandbox, arrival, _iterate(file))
 
     target.do(receive())
     return sandbox
+
+
+async def _read(opening: Awaitable[Export]) -> list[bytes]:
+    export = await opening
+    try:
+        return [piece async for piece in export.read_pieces()]
+    finally:
+        await export.close()
+
+
+async def _iterate(file: list[bytes]) -> AsyncIterator[bytes]:
+    for piece in file:
+        yield piece
 
 
 def _list_snapshot_ids(runner: EngineRunner) -> set[str]:
@@ -95,6 +100,47 @@ def test_a_running_sandbox_moves(source: EngineRunner, target: EngineRunner, wor
     target.do(target.engine.sandboxes.delete("web"))
     target.do(target.engine.snapshots.delete("taken"))
     assert _list_snapshot_ids(target) == before[1]
+
+
+def test_after_a_first_pass_only_what_has_changed_is_sent(
+    source: EngineRunner, target: EngineRunner, world: World
+) -> None:
+    if not source.engine.moves.first_passes.can_send:
+        pytest.skip(f"a {world.kind} host cannot send what differs from any other snapshot")
+    before = [_list_snapshot_ids(source), _list_snapshot_ids(target)]
+    id = source.get_sandbox("web").id
+    source.shell("web", "head -c 20M /dev/urandom | tee /root/noise >/dev/shm/noise; sync")
+    digests = source.shell("web", "sha256sum /root/noise /dev/shm/noise")
+    first_passes = source.engine.moves.first_passes
+    sizes: list[int] = []
+    export_hidden = source.engine.transfers.export_hidden
+
+    async def send_first_pass() -> Sandbox:
+        async with first_passes.captured(id, MOVE):
+            file = await _read(first_passes.export(id, MOVE, memory=True))
+            receiving = target.engine.moves.first_passes.receive(id, MOVE, _iterate(file))
+            await asyncio.to_thread(target.do, receiving)
+            sizes.append(sum(map(len, file)))
+            await asyncio.to_thread(source.shell, "web", "echo late | tee /root/late >/dev/shm/late; sync")
+            return await asyncio.to_thread(_send, source, target, resumes=True, after_first_pass=True)
+
+    async def export_and_measure(snapshot_id: str, **options: Any) -> Export:
+        export = await export_hidden(snapshot_id, **options)
+        sizes.append(sum(part.data_bytes for part in export.manifest.parts))
+        return export
+
+    source.engine.transfers.export_hidden = export_and_measure  # type: ignore[method-assign]
+    source.do(send_first_pass())
+    whole, whole_file, rest = sizes
+    assert whole_file > 40 << 20 < whole and rest < whole / 4, sizes
+    target.do(target.engine.moves.adopt(id, MOVE, must_start=True))
+    target.do(target.engine.moves.first_passes.forget(id, MOVE))
+    source.do(source.engine.moves.complete_departure(id, MOVE))
+    assert target.shell("web", "sha256sum /root/noise /dev/shm/noise; cat /root/late /dev/shm/late") == (
+        f"{digests}late\nlate\n"
+    )
+    assert target.shell("web", "kill -0 $(cat /root/pid) && echo runs") == "runs\n"
+    assert [_list_snapshot_ids(source), _list_snapshot_ids(target)] == before
 
 
 def test_a_sandbox_is_taken_back(source: EngineRunner, target: EngineRunner, world: World) -> None:

@@ -138,7 +138,7 @@ class DurableHost(MemoryHost):
         authentic: bool = False,
         base: ImportBase | None = None,
     ) -> DurableTarget:
-        return DurableTarget(snapshot, self)
+        return DurableTarget(snapshot, self, base)
 
 
 def _count_steps(steps: Steps) -> None:

@@ -9,9 +9,11 @@ import pytest
 
 from sandbox_gateway.engine.transfer import transfers
 from sandbox_gateway.engine.transfer.transfers import Export
-from sandbox_gateway.errors import Conflict
+from sandbox_gateway.errors import Conflict, Unsupported
+from sandbox_gateway.records import Snapshot
 from tests.fleet.world import FleetHost, World
 from tests.support.memory_gateway import EXEC_KEY
+from tests.support.memory_host import MemoryHost
 from tests.support.waiting import wait_until
 
 
@@ -74,6 +76,59 @@ def test_requests_that_cannot_be_carried_out_are_refused(world: World) -> None:
     assert one.post(f"/plans/{plan}/snapshots/before/copy?host=h2", status=400)["kind"] == "unsupported"
     assert two.list_known_hosts("before") == ["h1"]
     assert [each["names"] for each in two.get("/snapshots") if each["sandboxHost"] == "h2"] == []
+
+
+def _record_bases(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Return a list to which each export adds the name of its base; "" if it is whole."""
+    bases: list[str] = []
+    open_snapshot = MemoryHost.open_snapshot
+
+    async def record(host: MemoryHost, snapshot: Snapshot, *, base: Snapshot | None = None, **options: Any) -> Any:
+        bases.append("" if base is None else base.names[0])
+        return await open_snapshot(host, snapshot, base=base, **options)
+
+    monkeypatch.setattr(MemoryHost, "open_snapshot", record)
+    return bases
+
+
+def test_only_what_differs_from_the_nearest_ancestor_there_is_copied(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one, two, three = _start(world)
+    for name in ("monday", "tuesday", "wednesday"):
+        one.post("/sandboxes/web/exec", {"args": ["write", name, "done"]}, 200)
+        one.post("/sandboxes/web/snapshots", {"name": name})
+    wait_until(lambda: two.list_known_hosts("wednesday") == ["h1"])
+    bases = _record_bases(monkeypatch)
+    monday = two.post("/snapshots/monday/copy?host=h2")
+    # Its parent, tuesday, is not there.
+    wednesday = two.post("/snapshots/wednesday/copy?host=h2")
+    assert wednesday["parentSnapshotID"] == monday["snapshotID"]
+    three.post("/snapshots/base/copy?host=h3")
+    wait_until(lambda: one.list_known_hosts("base") == ["h1", "h3"])
+    three.post("/snapshots/tuesday/copy?host=h3")
+    assert [base for base in bases if base] == ["monday", "base"]
+    for host, name in (("h2", "wednesday"), ("h3", "tuesday")):
+        body = {"templateID": name, "name": f"fork-{host}", "placement": {"host": host}}
+        wait_until(lambda host=host, name=name: host in one.list_known_hosts(name))  # type: ignore[misc]
+        one.post("/sandboxes", body)
+        for key, value in (("monday", "done"), ("tuesday", "done")):
+            answer = one.post(f"/sandboxes/fork-{host}/exec", {"args": ["read", key]}, 200)
+            assert answer["stdout"] == value
+
+
+def test_a_source_that_sends_only_whole_files_is_no_obstacle(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Such as one with an older release."""
+    one, two, _ = _start(world)
+    one.post("/sandboxes/web/snapshots", {"name": "later"})
+    wait_until(lambda: two.list_known_hosts("later") == ["h1"])
+    two.post("/snapshots/before/copy?host=h2")
+
+    async def refuse(*_: Any) -> int:
+        raise Unsupported("only jail hosts can export what has changed since another snapshot")
+
+    monkeypatch.setattr(one.gateway.engine.transfers.bases, "require_export_base", refuse)
+    assert two.post("/snapshots/later/copy?host=h2")["names"] == ["later"]
 
 
 def _stop_after(monkeypatch: pytest.MonkeyPatch, size: int) -> list[int]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import threading
 from collections.abc import Callable
 from dataclasses import replace
@@ -374,6 +375,63 @@ def test_the_host_of_each_sandbox_is_drained(world: World, run: Run) -> None:
     wait_until(lambda: _find_host(two, "h1")["state"] == "absent")
     refused = run("host", "drain", "h1", host=two)
     assert refused.code == 1 and "the gateway of host h1 does not answer" in refused.err
+
+
+@pytest.mark.parametrize("failing", ["send_first_pass", "read_first_pass", ""])
+def test_a_running_sandbox_is_sent_before_it_is_paused(
+    world: World, monkeypatch: pytest.MonkeyPatch, failing: str
+) -> None:
+    """If that fails, such as with a target that has an older release, all data is sent in the pause."""
+    one, two = _start(world, "h1", "h2")
+    _create(one)
+    _exec(one, "web", "write", "early", "sent first")
+    states: list[tuple[str, str]] = []
+    open_snapshot = MemoryHost.open_snapshot
+
+    async def record(host: MemoryHost, snapshot: Any, *, base: Any = None, **options: Any) -> Any:
+        states.append((one.gateway.engine.sandboxes.get("web").state.value, "whole" if base is None else "rest"))
+        return await open_snapshot(host, snapshot, base=base, **options)
+
+    async def fail(*_: Any) -> Any:
+        raise Unsupported("there is no such route")
+
+    async def fail_to_read(*_: Any) -> Any:
+        raise Unsupported("there is no such route")
+        yield b""
+
+    monkeypatch.setattr(MemoryHost, "open_snapshot", record)
+    if failing:
+        monkeypatch.setattr(MoveClient, failing, fail if failing == "send_first_pass" else fail_to_read)
+    _move(one, "web", "h2")
+    assert states == ([("paused", "whole")] if failing else [("running", "whole"), ("paused", "rest")])
+    assert _exec(two, "web", "read", "early") == "sent first"
+    assert _list_rest(one, two) == []
+
+
+def test_a_first_pass_whose_move_ends_early_is_removed(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    one, two = _start(world, "h1", "h2")
+    _create(one)
+
+    async def fail(*_: Any) -> None:
+        raise Conflict("it cannot be paused")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(one.gateway.engine.moves, "depart", fail)
+        _move(one, "web", "h2", 409)
+    wait_until(lambda: _list_rest(one, two) == [])
+    assert _exec(two, "web", "read", "key") == "value"
+    # It did not end: the source has died.
+    first_passes = two.gateway.engine.moves.first_passes
+    monkeypatch.setattr(move_recovery.MoveRecovery, "_find", lambda *_: asyncio.sleep(0, "a move"))
+    monkeypatch.setattr("sandbox_gateway.engine.first_passes._MAX_HOLD_SECONDS", 0.2)
+    with monkeypatch.context() as patch:
+        patch.setattr(one.gateway.engine.moves, "depart", fail)
+        one.client().post("/sandboxes/web/move", json={"host": "h2"})
+    wait_until(lambda: first_passes.list_received() == [] and not _list_hidden(two))
+
+
+def _list_hidden(host: FleetHost) -> list[str]:
+    return [each.id for each in host.gateway.engine.index.snapshots.values() if each.is_hidden]
 
 
 def test_a_target_that_has_lost_the_sandbox_before_it_created_it_does_not_get_it(

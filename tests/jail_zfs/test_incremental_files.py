@@ -317,7 +317,8 @@ else:
     setattr(zfs_core, step, die)
 with open(Path(state_root, "stream"), "r+b") as file:
     record = Snapshot(kind=SnapshotKind.TEMPLATE, id="ba9876543210")
-    storage.streams.receive(record, file.fileno(), base=ImportBase("0123456789ab", int(guid)))
+    base = ImportBase(Snapshot(kind=SnapshotKind.TEMPLATE, id="0123456789ab"), int(guid))
+    storage.streams.receive(record, file.fileno(), base=base)
 """
 
 
@@ -345,7 +346,7 @@ def test_an_import_whose_gateway_is_killed_leaves_only_the_base(root: str, tmp_p
     assert {*zfs_core.get_tree(root, ["type"])} == before
     with (tmp_path / "stream").open("r+b") as file:
         record = Snapshot(kind=SnapshotKind.TEMPLATE, id="ba9876543210")
-        storage.streams.receive(record, file.fileno(), base=ImportBase(base.id, get_guid(name)))
+        storage.streams.receive(record, file.fileno(), base=ImportBase(base, get_guid(name)))
     assert {each.id for each in storage.scan().snapshots} == {base.id, record.id}
     # The base is hidden while its clone exists, and then removed.
     assert not storage.snapshots.destroy(base.id)

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import ctypes
+import os
 import subprocess
+import tempfile
 from pathlib import Path
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from sandbox_gateway.errors import NoSpace, Unsupported
 from sandbox_gateway.hosts.kvm_xfs.files import reflink
@@ -55,6 +60,53 @@ def test_files_have_the_same_extents_after_a_third_file_split_them(directory: Pa
         file.seek(2 * MIB)
         file.write(b"x" * 65536)
     assert reflink.have_same_extents(source, first_clone, seconds=60)
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    base=st.lists(st.booleans(), min_size=64, max_size=64),
+    changes=st.dictionaries(st.integers(0, 63), st.sampled_from(["write", "punch"]), max_size=20),
+)
+def test_differing_ranges_are_exactly_the_blocks_that_were_written_or_punched(
+    xfs_root: Path, base: list[bool], changes: dict[int, str]
+) -> None:
+    with tempfile.TemporaryDirectory(dir=xfs_root) as name:
+        source, clone = Path(name, "source"), Path(name, "clone")
+        with source.open("wb") as file:
+            for number in (number for number, is_data in enumerate(base) if is_data):
+                os.pwrite(file.fileno(), bytes([number + 1]) * 4096, number * 4096)
+            file.truncate(64 * 4096)
+        reflink.clone(source, clone)
+        with clone.open("r+b") as file:
+            for number, change in changes.items():
+                if change == "write":
+                    os.pwrite(file.fileno(), b"x" * 4096, number * 4096)
+                else:
+                    punch_hole(file.fileno(), number * 4096, 4096)
+        expected = {number for number, change in changes.items() if change == "write" or base[number]}
+        for pair in ((source, clone), (clone, source)):
+            ranges = [*reflink.list_differing_ranges(*pair)]
+            assert ranges == sorted(ranges) and all(start < end for start, end in ranges)
+            found = [number for start, end in ranges for number in range(start // 4096, end // 4096)]
+            assert len(found) == len({*found}) and {*found} == expected
+        assert [*reflink.list_differing_ranges(source, source)] == []
+
+
+def test_files_with_too_many_extents_differ_entirely(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    source, clone = write_file(directory / "source"), directory / "clone"
+    reflink.clone(source, clone)
+    with clone.open("r+b") as file:
+        for offset in range(0, MIB, 16384):
+            os.pwrite(file.fileno(), b"x" * 4096, offset)
+    assert len([*reflink.list_differing_ranges(source, clone)]) == 64
+    monkeypatch.setattr(reflink, "_MAX_COMPARED_EXTENTS", 50)
+    assert [*reflink.list_differing_ranges(source, clone)] == [(0, 4 * MIB)]
+
+
+def punch_hole(descriptor: int, offset: int, length: int) -> None:
+    libc = ctypes.CDLL(None, use_errno=True)
+    # FALLOC_FL_PUNCH_HOLE | FALLOC_FL_KEEP_SIZE
+    assert libc.fallocate(descriptor, 3, ctypes.c_long(offset), ctypes.c_long(length)) == 0
 
 
 def test_many_extents_are_listed(directory: Path) -> None:

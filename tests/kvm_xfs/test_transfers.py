@@ -214,6 +214,46 @@ def test_a_machine_continues_from_an_imported_snapshot_whose_original_is_gone(
     check_truncated_files(file)
 
 
+def test_a_machine_continues_from_a_file_with_what_has_changed(gateway: Callable[..., Gateway]) -> None:
+    one = gateway()
+    one.call("POST", "/sandboxes", {"templateID": TEMPLATE, "name": "source", "timeout": -1})
+    one.sh("source", "head -c 8000000 /dev/urandom | tee /root/noise >/dev/shm/noise; sync")
+    one.call("POST", "/sandboxes/source/snapshots", {"name": "monday"})
+    # The blocks of the first file become free, those of the second one become zeros.
+    one.sh("source", "head -c 8000000 /dev/zero >/dev/shm/noise; echo tuesday | tee /root/day >/dev/shm/day; sync")
+    tuesday = one.call("POST", "/sandboxes/source/snapshots", {"name": "tuesday"})
+    directory = one.state_root / "snapshots" / tuesday["snapshotID"]
+    names = ("rootfs.img", "memory.img", "device.state", "kernel", "initrd")
+    digests = [compute_digest(directory / name) for name in names]
+    whole, part, without_memory = (
+        one.client.get("/snapshots/tuesday/export", params=params).content
+        for params in ({}, {"since": "monday"}, {"since": "monday", "memory": "none"})
+    )
+    assert len(without_memory) < len(part) < len(whole) / 4
+    one.call("DELETE", "/sandboxes/source")
+    one.call("DELETE", "/snapshots/tuesday")
+    for file, memory in ((part, "full"), (without_memory, "none")):
+        response = one.client.post("/snapshots/import", content=split(file))
+        assert response.status_code == 201, response.text
+        imported = response.json()
+        monday = one.call("GET", "/snapshots/monday")
+        assert (imported["memory"], imported["parentSnapshotID"]) == (memory, monday["snapshotID"])
+        directory = one.state_root / "snapshots" / imported["snapshotID"]
+        assert [compute_digest(directory / name) for name in names if (directory / name).exists()] == (
+            digests if memory == "full" else [digests[0], *digests[3:]]
+        )
+        one.call("POST", "/snapshots/tuesday/fork", {"name": "fork"})
+        days = "/dev/shm/day /root/day" if memory == "full" else "/root/day"
+        assert {*one.sh("fork", f"cat {days}").split()} == {"tuesday"}
+        one.call("DELETE", "/sandboxes/fork")
+        one.call("DELETE", "/snapshots/tuesday")
+    one.call("DELETE", "/snapshots/monday")
+    refused = one.client.post("/snapshots/import", content=split(part))
+    assert (refused.status_code, refused.json()["kind"]) == (404, "not_found"), refused.text
+    assert "differs from snapshot 'monday'" in refused.json()["message"]
+    assert [*one.state_root.glob("snapshots/*")] == [*one.state_root.glob("snapshots/.partial-*")] == []
+
+
 def test_a_killed_import_leaves_nothing_behind(gateway: Callable[..., Gateway]) -> None:
     one = gateway()
     file = one.client.get(f"/snapshots/{TEMPLATE}/export", params={"memory": "none"}).content

@@ -276,7 +276,12 @@ class MemorySource:
     architecture = "test"
     encoding = StreamEncoding.PLAIN
 
-    def __init__(self, state: dict[str, str], snapshot: Snapshot, memory: bool) -> None:
+    def __init__(
+        self, state: dict[str, str], snapshot: Snapshot, memory: bool, base: dict[str, str] | None = None
+    ) -> None:
+        if base is not None:
+            state = {key: value for key, value in state.items() if base.get(key) != value}
+        self.relative_parts = frozenset() if base is None else frozenset({SnapshotPart.DISK})
         self.platform = {"accelerator": "a", "cpu_model": "b", "machine": "c", "qemu_version": "1"} if memory else {}
         self.line = False
         self.contents = dict.fromkeys(MACHINE_PARTS | MEMORY_PARTS if memory else MACHINE_PARTS, b"x")
@@ -300,6 +305,7 @@ class MemoryVolumeSource:
     """A ``hosts.base.PartSource`` of a volume in memory. Its image contains the values in the volume as JSON."""
 
     encoding = StreamEncoding.PLAIN
+    relative_parts: frozenset[SnapshotPart] = frozenset()
 
     def __init__(self, files: dict[str, str], size_mb: int) -> None:
         self.contents = json.dumps(files).encode()
@@ -342,8 +348,9 @@ class MemoryVolumeTarget:
 class MemoryTarget:
     """A ``hosts.base.ImportTarget``, which adds the values on its disk to ``disks`` when it is committed."""
 
-    def __init__(self, snapshot: Snapshot, host: MemoryHost) -> None:
+    def __init__(self, snapshot: Snapshot, host: MemoryHost, base: ImportBase | None = None) -> None:
         self.snapshot = snapshot
+        self.state = {} if base is None or not base.parts else dict(host.disks[base.snapshot.id])
         self.host = host
         self.contents: dict[SnapshotPart, bytearray] = {part: bytearray() for part in SnapshotPart}
         host.partial_imports.add(snapshot.id)
@@ -352,7 +359,7 @@ class MemoryTarget:
         self.contents[part][offset : offset + len(data)] = data
 
     async def commit(self) -> None:
-        self.host.disks[self.snapshot.id] = json.loads(self.contents[SnapshotPart.DISK])
+        self.host.disks[self.snapshot.id] = self.state | json.loads(self.contents[SnapshotPart.DISK])
         self.host.partial_imports.discard(self.snapshot.id)
 
     async def discard(self) -> None:
@@ -369,7 +376,14 @@ class MemoryHost:
 
     kind = "memory"
     abilities = Abilities(
-        memory=True, resize_on_fork=False, independent_snapshots=True, prewarm=True, can_stall=True, transfer=True
+        memory=True,
+        resize_on_fork=False,
+        independent_snapshots=True,
+        prewarm=True,
+        can_stall=True,
+        transfer=True,
+        incremental_transfer=True,
+        any_transfer_base=True,
     )
     boot_seconds = resume_seconds = 20.0
     machine_type = Machine
@@ -524,9 +538,10 @@ class MemoryHost:
         return {}
 
     async def open_snapshot(
-        self, snapshot: Snapshot, *, memory: bool, base_id: str = "", resume_token: str = ""
+        self, snapshot: Snapshot, *, memory: bool, base: Snapshot | None = None, resume_token: str = ""
     ) -> MemorySource:
-        source = MemorySource(self.disks[snapshot.id], snapshot, memory)
+        base_state = None if base is None else self.disks[base.id]
+        source = MemorySource(self.disks[snapshot.id], snapshot, memory, base_state)
         self.sources.append(source)
         return source
 
@@ -548,7 +563,7 @@ class MemoryHost:
         authentic: bool = False,
         base: ImportBase | None = None,
     ) -> MemoryTarget:
-        return MemoryTarget(snapshot, self)
+        return MemoryTarget(snapshot, self, base)
 
     async def remove_snapshot(self, snapshot: Snapshot) -> None:
         self.disks.pop(snapshot.id, None)

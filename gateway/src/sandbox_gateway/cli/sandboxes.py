@@ -212,7 +212,7 @@ def move(
     no_memory: options.NoMemory = False,
     as_json: Json = False,
 ) -> None:
-    """In a fleet: move a sandbox to another host, under the same id. It is paused while its data is sent."""
+    """In a fleet: move a sandbox to another host, under the same id. It is paused for the last part of that."""
     settings = get_settings(ctx, as_json)
     _print_sandbox(request_move(settings, sandbox, host, no_memory), settings.json)
 

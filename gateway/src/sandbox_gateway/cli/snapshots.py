@@ -176,7 +176,7 @@ def export(
         typer.Option(
             "--since",
             metavar="SNAPSHOT",
-            help="Export only what differs from this snapshot or template. Only on jail hosts.",
+            help="Export only what differs from this snapshot or template.",
             show_default=False,
         ),
     ] = "",

@@ -18,6 +18,7 @@ from sandbox_gateway.engine.captures import Captures
 from sandbox_gateway.engine.collector import Collector
 from sandbox_gateway.engine.context import Context
 from sandbox_gateway.engine.durations import measured
+from sandbox_gateway.engine.first_passes import FirstPasses
 from sandbox_gateway.engine.locking import Locking
 from sandbox_gateway.engine.machine_lifecycle import MachineLifecycle
 from sandbox_gateway.engine.record_changes import save_sandbox
@@ -72,6 +73,7 @@ class Moves:
         self._room = room
         self._sandboxes = sandboxes
         self._transfers = transfers
+        self.first_passes = FirstPasses(context, locking, collector, captures, transfers)
 
     # -- the source -------------------------------------------------------------------------------------------------
 
@@ -144,12 +146,16 @@ class Moves:
         is_departing = sandbox is not None and sandbox.departure is not None and sandbox.departure.move == move
         return sandbox if is_departing else None
 
-    async def export(self, id: str, move: str, *, memory: bool) -> Export:
-        """Open the snapshot of a departing sandbox for an export. Raises NotFound."""
+    async def export(self, id: str, move: str, *, memory: bool, after_first_pass: bool) -> Export:
+        """Open the snapshot of a departing sandbox for an export. Raises NotFound.
+
+        ``after_first_pass``: export only what differs from the first pass.
+        """
         sandbox = self.find_departing(id, move)
         if sandbox is None or sandbox.departure is None or not sandbox.departure.snapshot:
             raise NotFound("move", move)
-        return await self._transfers.export_hidden(sandbox.departure.snapshot, memory=memory)
+        since = self.first_passes.find_sent(id, move) if after_first_pass else ""
+        return await self._transfers.export_hidden(sandbox.departure.snapshot, memory=memory, since=since)
 
     async def take_back(self, id: str, move: str, reason: str) -> None:
         """End the departure of a sandbox, which then continues here. ``reason``: a clause."""

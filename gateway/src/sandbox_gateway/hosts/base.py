@@ -60,6 +60,8 @@ class Abilities:
     """Snapshots can be exported to files and imported from them."""
     incremental_transfer: bool = False
     """A file can contain only what differs from another snapshot."""
+    any_transfer_base: bool = False
+    """That can be any snapshot. Otherwise it must be one of ``Host.find_export_bases``."""
 
 
 @dataclass(frozen=True)
@@ -205,8 +207,12 @@ class PartSource(Protocol):
     def encoding(self) -> StreamEncoding:
         """How the blocks in STREAM are stored. PLAIN if there is no stream."""
 
+    @property
+    def relative_parts(self) -> frozenset[SnapshotPart]:
+        """The parts of which only what differs from another snapshot, the base, is read."""
+
     def extents(self, part: SnapshotPart) -> Iterator[tuple[int, int]]:
-        """Yield the (start, end) of each range of a part that may contain nonzero bytes."""
+        """Yield the (start, end) of each range that may contain nonzero bytes, or in a relative part, may differ."""
 
     def read(self, part: SnapshotPart, offset: int, length: int) -> bytes:
         """Return exactly ``length`` bytes. Raises GatewayError."""
@@ -235,11 +241,13 @@ class SnapshotSource(PartSource, Protocol):
 class ImportBase:
     """The local snapshot that an import needs, because the file contains only what differs from it.
 
-    ``id``: its id on this host. ``guid``: the number that it has on every host.
+    ``guid``: the number that it has on every host, on hosts with streams. ``parts``: on other hosts, the parts of which
+    the file contains only what differs.
     """
 
-    id: str
-    guid: int
+    snapshot: Snapshot
+    guid: int = 0
+    parts: frozenset[SnapshotPart] = frozenset()
 
 
 class ImportTarget(Protocol):
@@ -444,16 +452,16 @@ class Host(Protocol):
     async def find_export_bases(self, snapshot: Snapshot) -> Mapping[str, int]:
         """Return the guids of the snapshots since which ``snapshot`` can be exported, by id. The nearest is first.
 
-        Only called if the host has the ability ``incremental_transfer``.
+        Only called if the host has the ability ``incremental_transfer``, but not ``any_transfer_base``.
         """
 
     async def open_snapshot(
-        self, snapshot: Snapshot, *, memory: bool, base_id: str = "", resume_token: str = ""
+        self, snapshot: Snapshot, *, memory: bool, base: Snapshot | None = None, resume_token: str = ""
     ) -> SnapshotSource:
         """Open a committed snapshot for reading. ``memory``: include the memory, which must be restorable.
 
-        ``base_id``: open only what differs from this snapshot, one of ``find_export_bases``. ``resume_token``: open
-        only the rest of its stream, after what a ``ResumableTarget`` has received.
+        ``base``: open only what differs from this snapshot. ``resume_token``: open only the rest of its stream, after
+        what a ``ResumableTarget`` has received.
         """
 
     def find_import_problem(self, host_kind: str, architecture: str, platform: Mapping[str, str]) -> str:
@@ -468,7 +476,8 @@ class Host(Protocol):
     async def find_import_bases(self, guid: int, origin_id: str) -> Sequence[str]:
         """Return the ids of the snapshots of this gateway that have the guid ``guid``.
 
-        ``origin_id``: the id of such a snapshot in another gateway, for hosts whose snapshots have no guid.
+        ``origin_id``: the id of such a snapshot in another gateway, for plan sessions, whose snapshots have no guid.
+        Only called if the host does not have the ability ``any_transfer_base``.
         """
 
     async def begin_import(
@@ -483,8 +492,8 @@ class Host(Protocol):
         """Create the parts of ``snapshot``, all zero, with the given sizes. ``line``: see ``SnapshotSource``.
 
         ``authentic``: the signer of everything that is written to the target is known when it is written. Otherwise,
-        that is only known at ``commit``. ``base``: the stream contains only what differs from it. It must exist until
-        the import ends.
+        that is only known at ``commit``. ``base``: the stream contains only what differs from it, and the parts
+        ``base.parts`` begin with its contents instead of zeros. It must exist until the import ends.
         """
 
     # -- volumes ----------------------------------------------------------------------------------------------------

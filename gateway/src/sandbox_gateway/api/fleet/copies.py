@@ -7,8 +7,9 @@ that was interrupted continues where it ended.
 from __future__ import annotations
 
 import json
-from collections.abc import AsyncIterator
-from typing import Annotated, Literal
+from collections.abc import AsyncIterator, Mapping
+from functools import partial
+from typing import Annotated, Any, Literal
 from urllib.parse import quote, urlencode
 
 import httpx
@@ -27,9 +28,10 @@ from sandbox_gateway.errors import BackendFailed, Busy, Conflict, GatewayError, 
 from sandbox_gateway.fleet.fleet import Fleet
 from sandbox_gateway.fleet.peers import Answer
 from sandbox_gateway.log import Logger
-from sandbox_gateway.records import Snapshot
+from sandbox_gateway.records import MemoryMode, Snapshot
 
 _MAX_ERROR_BYTES = 64 << 10
+_MAX_ANCESTORS = 16
 _BODY_HEADERS = frozenset({b"content-length", b"content-type", b"transfer-encoding", b"accept-encoding"})
 _Memory = Literal["auto", "none"]
 
@@ -91,33 +93,64 @@ class _Copying:
 
     async def run(self) -> Snapshot:
         """Return the copy. Raises GatewayError."""
+        snapshot = await self._describe(self._path)
+        if base := await self._find_base(snapshot):
+            try:
+                return await self._run(snapshot, base)
+            except (Conflict, NotFound, Unsupported) as error:
+                # For example, the source has an older release, or one of the two has just removed the base.
+                log.info("all data of a snapshot is copied", snapshot=snapshot["snapshotID"], reason=error.message)
+        return await self._run(snapshot, "")
+
+    async def _run(self, snapshot: Mapping[str, Any], base: str) -> Snapshot:
+        """Copy what differs from the snapshot ``base`` of the source; if it is "", copy everything."""
         imports = self._engine.transfers.interrupted_imports
-        snapshot_id, origin_id = await self._find_ids()
+        snapshot_id = str(snapshot["snapshotID"])
+        origin_id = str((snapshot.get("imported") or {}).get("snapshotID", ""))
         interrupted = next((each for each in imports.list() if each.snapshot == snapshot_id), None)
         if interrupted is not None:
             try:
-                return await self._import(interrupted, origin_id)
+                return await self._import(interrupted, origin_id, base)
             except (Conflict, NotFound) as error:
                 # The source would now send other bytes, for example with another release of the compression library.
                 log.info("a copy begins again", snapshot=snapshot_id, reason=error.message)
                 if interrupted in imports.list():
                     await imports.discard(interrupted.id)
-        return await self._import(None, origin_id)
+        return await self._import(None, origin_id, base)
 
-    async def _find_ids(self) -> tuple[str, str]:
-        """Return the id of the source's snapshot, and that of the original if this is a copy, too."""
-        answer = await self._fleet.peers.request(self._source, "GET", self._path.encode(), self._headers)
+    async def _describe(self, path: str) -> dict[str, Any]:
+        """Return a snapshot of the source. Raises GatewayError."""
+        answer = await self._fleet.peers.request(self._source, "GET", path.encode(), self._headers)
         if answer.status != 200:
             raise _create_error(answer)
-        snapshot = json.loads(answer.body)
-        return str(snapshot["snapshotID"]), str((snapshot.get("imported") or {}).get("snapshotID", ""))
+        snapshot: dict[str, Any] = json.loads(answer.body)
+        return snapshot
 
-    async def _import(self, interrupted: InterruptedImport | None, origin_id: str) -> Snapshot:
+    async def _find_base(self, snapshot: Mapping[str, Any]) -> str:
+        """Return the id of the nearest ancestor, on the source, of which this host has a copy; "" if there is none."""
+        if not self._engine.host.abilities.any_transfer_base:
+            return ""
+        memory = self._memory == "auto" and snapshot["memory"] != MemoryMode.NONE
+        has_copy = partial(self._engine.transfers.bases.has_copy, memory=memory)
+        template_id = str(snapshot.get("templateID") or "")
+        for _ in range(_MAX_ANCESTORS):
+            id = str(snapshot.get("parentSnapshotID") or "")
+            if id and has_copy(id):
+                return id
+            try:
+                snapshot = await self._describe(f"/snapshots/{quote(id, safe='')}") if id else {}
+            except GatewayError:
+                break
+        return template_id if template_id and has_copy(template_id) else ""
+
+    async def _import(self, interrupted: InterruptedImport | None, origin_id: str, base: str) -> Snapshot:
         """Import the file, as long as the source answers."""
-        return await self._fleet.peers.run_while_answering(self._source, self._import_file(interrupted, origin_id))
+        return await self._fleet.peers.run_while_answering(
+            self._source, self._import_file(interrupted, origin_id, base)
+        )
 
-    async def _import_file(self, interrupted: InterruptedImport | None, origin_id: str) -> Snapshot:
-        query: dict[str, str] = {"memory": self._memory}
+    async def _import_file(self, interrupted: InterruptedImport | None, origin_id: str, base: str) -> Snapshot:
+        query: dict[str, str] = {"memory": self._memory, **({"since": base} if base else {})}
         continuation = None
         if interrupted is not None and interrupted.file is not None:
             query |= {"offset": str(interrupted.file.size), "digest": interrupted.file.digest}

@@ -38,6 +38,7 @@ class MoveRecovery:
         while True:
             for id in {*index.departing_ids, *index.arrivals} - self.active_ids:
                 await self.try_to_resolve(id)
+            await self._try_to_forget_first_passes()
             if self.has_stale_keys:
                 await self._try_to_forget_stale_keys()
             await asyncio.sleep(_RETRY_SECONDS)
@@ -63,6 +64,16 @@ class MoveRecovery:
         if id not in self._reported_ids:
             self._reported_ids.add(id)
             log.warning("an interrupted move waits", sandbox=id, reason=reason)
+
+    async def _try_to_forget_first_passes(self) -> None:
+        """Remove the first passes of moves that have ended before their sandboxes arrived here."""
+        first_passes = self._moves.first_passes
+        try:
+            for id, move in first_passes.list_received():
+                if id not in self.active_ids and await self._find(id, move) is None:
+                    await first_passes.forget(id, move)
+        except GatewayError as error:
+            self._report("first passes", error.message)
 
     async def _try_to_forget_stale_keys(self) -> None:
         try:

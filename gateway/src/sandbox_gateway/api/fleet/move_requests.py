@@ -84,6 +84,11 @@ class MoveClient:
         body = order.model_dump_json().encode()
         await self._call(order.move.target, "POST", sandbox, body, seconds=None)
 
+    async def send_first_pass(self, sandbox: str, order: Order) -> None:
+        """Let the target get the capture of a sandbox that still runs. Returns when it has it."""
+        body = order.model_dump_json().encode()
+        await self._call(order.move.target, "POST", f"{sandbox}/first-pass", body, seconds=None)
+
     async def ask_target(self, sandbox: str, move: MoveRecord) -> Progress:
         answer = await self._call(move.target, "GET", f"{sandbox}?move={move.id}")
         progress: Progress = json.loads(answer.body)["progress"]
@@ -99,10 +104,23 @@ class MoveClient:
         is_departing: bool = json.loads(answer.body)["departing"]
         return is_departing
 
-    async def read_file(self, sandbox: str, order: Order) -> AsyncIterator[bytes]:
-        """Yield the file with the snapshot from which the sandbox continues."""
+    async def read_first_pass(self, sandbox: str, order: Order) -> AsyncIterator[bytes]:
+        """Yield the file with the capture of a sandbox that still runs."""
+        async for piece in self._read_file(sandbox, order, "first-pass"):
+            yield piece
+
+    async def read_file(self, sandbox: str, order: Order, *, after_first_pass: bool) -> AsyncIterator[bytes]:
+        """Yield the file with the snapshot from which the sandbox continues.
+
+        ``after_first_pass``: only what differs from the first pass.
+        """
+        query = "&after=first-pass" if after_first_pass else ""
+        async for piece in self._read_file(sandbox, order, "file", query):
+            yield piece
+
+    async def _read_file(self, sandbox: str, order: Order, name: str, query: str = "") -> AsyncIterator[bytes]:
         memory = "auto" if order.memory else "none"
-        target = f"{MOVES_PATH}{sandbox}/file?move={order.move.id}&memory={memory}".encode()
+        target = f"{MOVES_PATH}{sandbox}/{name}?move={order.move.id}&memory={memory}{query}".encode()
         async with self._peers.open(order.move.source, "GET", target, _create_headers(None), None) as response:
             assert isinstance(response.stream, httpx.AsyncByteStream)
             try:
@@ -181,9 +199,17 @@ class MoveServer:
                 response = Response(status_code=204)
             case "GET", "departure":
                 response = JSONResponse({"departing": self._moves.find_departing(id, move) is not None})
-            case "GET", "file":
+            case "POST", "first-pass":
+                order = Order.model_validate_json(await read_body(receive))
+                await cancel_on_disconnect(Request(scope, receive), self._receive_first_pass(id, order))
+                response = Response(status_code=204)
+            case "GET", "file" | "first-pass":
                 memory = query.get("memory", [""])[-1] == "auto"
-                export = await self._moves.export(id, move, memory=memory)
+                if action == "file":
+                    is_rest = query.get("after", [""])[-1] == "first-pass"
+                    export = await self._moves.export(id, move, memory=memory, after_first_pass=is_rest)
+                else:
+                    export = await self._moves.first_passes.export(id, move, memory=memory)
                 response = ExportResponse(export, self._engine.config.server.stalled_seconds)
             case _:
                 raise NotFound("route", scope["path"])
@@ -213,11 +239,18 @@ class MoveServer:
             sandbox = await self._moves.check_arrival(order.sandbox, resumes=order.resumes)
             move = order.move
             arrival = Arrival(move=move.id, source=move.source, resumes=order.resumes)
-            pieces = self._client.read_file(id, order)
+            has_first_pass = self._moves.first_passes.has_received(id, move.id)
+            pieces = self._client.read_file(id, order, after_first_pass=has_first_pass)
             await self._fleet.peers.run_while_answering(move.source, self._moves.receive(sandbox, arrival, pieces))
             await finish_despite_cancellation(self._take(sandbox, move))
         finally:
             self._active_ids.discard(id)
+            await finish_despite_cancellation(self._moves.first_passes.forget(id))
+
+    async def _receive_first_pass(self, id: str, order: Order) -> None:
+        pieces = self._client.read_first_pass(id, order)
+        receiving = self._moves.first_passes.receive(id, order.move.id, pieces)
+        await self._fleet.peers.run_while_answering(order.move.source, receiving)
 
     async def _take(self, sandbox: Sandbox, move: MoveRecord) -> None:
         """Commit a move, and create the sandbox. If it cannot be started, give it back, and raise the error.

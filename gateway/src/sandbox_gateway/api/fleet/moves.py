@@ -5,7 +5,9 @@ The gateway of the source carries out the request. docs/fleets.md ("Move a sandb
 
 from __future__ import annotations
 
+import contextlib
 import secrets
+from collections.abc import AsyncIterator
 from typing import Literal
 from urllib.parse import quote
 
@@ -57,7 +59,7 @@ def create_router(fleet: Fleet, mover: Mover, forwarder: Forwarder) -> APIRouter
     async def move(
         request: Request, ref: Ref, view: ViewDep, body: MoveSandbox | None = None
     ) -> shapes.SandboxShape | Response:
-        """Move a sandbox, which keeps its id, name, metadata, token and timeout. It is paused while its data is sent.
+        """Move a sandbox, which keeps its id, name, metadata, token and timeout. It is paused for the last part.
 
         A sandbox that mounts volumes is refused. If the sandbox is on the host already, nothing changes.
         """
@@ -157,9 +159,10 @@ class Mover:
 
     async def _carry_out(self, sandbox: Sandbox, order: Order) -> None:
         try:
-            departing_sandbox = await self._moves.depart(sandbox.id, order.move.id, order.move.target)
-            data = self._moves.describe_for_target(departing_sandbox)
-            await self._client.send(sandbox.id, order.model_copy(update={"sandbox": data}))
+            async with self._first_pass_sent(sandbox, order):
+                departing_sandbox = await self._moves.depart(sandbox.id, order.move.id, order.move.target)
+                data = self._moves.describe_for_target(departing_sandbox)
+                await self._client.send(sandbox.id, order.model_copy(update={"sandbox": data}))
         except BaseException as error:
             if await finish_despite_cancellation(self._settle(sandbox.id, order.move)):
                 return  # Only the answer of the target was lost.
@@ -167,6 +170,24 @@ class Mover:
                 log.warning("a move has failed", sandbox=sandbox.id, host=order.move.target, reason=error.message)
             raise
         await finish_despite_cancellation(self._settle(sandbox.id, order.move))
+
+    @contextlib.asynccontextmanager
+    async def _first_pass_sent(self, sandbox: Sandbox, order: Order) -> AsyncIterator[None]:
+        """Send a capture of a running sandbox, so that inside this context, only what differs from it must be sent.
+
+        Without it, such as if the target has an older release, all data is sent.
+        """
+        first_passes = self._moves.first_passes
+        if sandbox.state is not SandboxState.RUNNING or not first_passes.can_send:
+            yield
+            return
+        async with contextlib.AsyncExitStack() as stack:
+            try:
+                await stack.enter_async_context(first_passes.captured(sandbox.id, order.move.id))
+                await self._client.send_first_pass(sandbox.id, order)
+            except GatewayError as error:
+                log.warning("a move has no first pass", sandbox=sandbox.id, reason=error.message)
+            yield
 
     async def _settle(self, id: str, move: MoveRecord) -> bool:
         """End the attempt of a move, and return whether the sandbox has left.

@@ -83,7 +83,7 @@ async def export(
         str,
         Query(
             max_length=MAX_REF_LENGTH,
-            description="A snapshot or template. Export only what differs from it: only on jail hosts.",
+            description="A snapshot or template. Export only what differs from it.",
         ),
     ] = "",
     resume_token: Annotated[

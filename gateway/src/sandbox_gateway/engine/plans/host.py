@@ -239,7 +239,7 @@ class PlannedHost:
         return {parent.id: 0, **earlier_bases}
 
     async def open_snapshot(
-        self, snapshot: Snapshot, *, memory: bool, base_id: str = "", resume_token: str = ""
+        self, snapshot: Snapshot, *, memory: bool, base: Snapshot | None = None, resume_token: str = ""
     ) -> SnapshotSource:
         raise Unsupported("a plan session cannot export snapshots: export them outside the session")
 

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING
 
 from sandbox_gateway.engine.collector import Collector
 from sandbox_gateway.engine.context import Context
-from sandbox_gateway.errors import GatewayError, Invalid, NotFound, Unsupported
-from sandbox_gateway.hosts.base import ImportBase
+from sandbox_gateway.errors import Conflict, GatewayError, Invalid, NotFound, Unsupported
+from sandbox_gateway.hosts.base import ImportBase, SnapshotPart
 from sandbox_gateway.records import MemoryMode, Snapshot, SnapshotKind
 
 if TYPE_CHECKING:
@@ -66,13 +66,16 @@ class Bases:
             yield sources
 
     async def require_export_base(self, snapshot: Snapshot, base: Snapshot) -> int:
-        """Return the guid of ``base``, since which ``snapshot`` is to be exported. Raises Unsupported and Invalid."""
+        """Return the guid of ``base``, since which ``snapshot`` is to be exported; 0 if it has none.
+
+        Raises Unsupported and Invalid.
+        """
         if not self._host.abilities.incremental_transfer:
-            raise Unsupported(
-                "only jail hosts can export what has changed since another snapshot; files with the images of virtual "
-                "machines are always whole: omit 'since', or push the snapshot to a registry, which gets only new "
-                "chunks"
-            )
+            raise Unsupported("this host cannot export what has changed since another snapshot: omit 'since'")
+        if base.id == snapshot.id:
+            raise Invalid("a snapshot cannot be exported since itself: use an earlier one, or omit 'since'")
+        if self._host.abilities.any_transfer_base:
+            return 0
         guids = await self._host.find_export_bases(snapshot)
         if base.id in guids:
             return guids[base.id]
@@ -87,18 +90,19 @@ class Bases:
             + (f"use one of these: {names}" if names else "there is none, so omit 'since'")
         )
 
-    async def find_import_base(self, manifest_base: Base, snapshot: Snapshot) -> ImportBase:
-        """Return the local snapshot that a file needs. Raises NotFound.
+    async def find_import_base(self, manifest_base: Base, snapshot: Snapshot, *, may_be_hidden: bool) -> ImportBase:
+        """Return the local snapshot that a file needs. Raises NotFound, or Conflict if its memory is missing.
 
         ``snapshot``: the record of the imported snapshot. If an interrupted import continues, it has a parent, and the
         base must be the same.
         """
-        ids = await self._host.find_import_bases(manifest_base.guid, manifest_base.snapshot_id)
+        if manifest_base.guid is None:
+            candidates = self._find([manifest_base.snapshot_id])
+        else:
+            ids = await self._host.find_import_bases(manifest_base.guid, manifest_base.snapshot_id)
+            candidates = [self._index.snapshots[id] for id in ids if id in self._index.snapshots]
         bases = [
-            each
-            for id in ids
-            if (each := self._index.snapshots.get(id)) is not None and not each.is_hidden
-            if snapshot.parent in ("", id)
+            each for each in candidates if (may_be_hidden or not each.is_hidden) and snapshot.parent in ("", each.id)
         ]
         if not bases:
             name = _describe(manifest_base.snapshot_id, manifest_base.names)
@@ -108,7 +112,23 @@ class Bases:
                 message=f"the file contains only what differs from snapshot {name} of the gateway that exported it, "
                 "but this gateway has no copy of that one: import it first, or export the snapshot without 'since'",
             )
-        return ImportBase(bases[0].id, manifest_base.guid)
+        parts = frozenset(manifest_base.parts)
+        if snapshot.memory is not MemoryMode.NONE and SnapshotPart.MEMORY in parts:
+            bases_with_memory = [each for each in bases if self._has_memory(each)]
+            if not bases_with_memory:
+                raise Conflict(
+                    f"the file needs the memory of snapshot {bases[0].id}, which is not available on this host: "
+                    "import a whole file, or one without memory"
+                )
+            bases = bases_with_memory
+        return ImportBase(bases[0], manifest_base.guid or 0, parts)
+
+    def _has_memory(self, snapshot: Snapshot) -> bool:
+        return snapshot.memory is not MemoryMode.NONE and not self._host.find_memory_problem(snapshot)
+
+    def has_copy(self, id: str, *, memory: bool) -> bool:
+        """Return whether this host has the snapshot with this id here or on another host. ``memory``: with memory."""
+        return any(not each.is_hidden and (not memory or self._has_memory(each)) for each in self._find([id]))
 
     def _find(self, ids: Sequence[str]) -> list[Snapshot]:
         found_snapshots = []

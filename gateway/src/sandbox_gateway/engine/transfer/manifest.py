@@ -35,7 +35,7 @@ _MAX_BYTES = {
 
 
 class Part(ForeignObject):
-    """A part of the snapshot. The bytes that no chunk contains are zero."""
+    """A part of the snapshot. The bytes that no chunk contains are zero, or as in the base: see ``Base.parts``."""
 
     name: SnapshotPart
     size: int = Field(ge=1, le=_MAX_IMAGE_BYTES, strict=True)
@@ -115,12 +115,14 @@ class VolumeManifest(_AnyManifest):
 
 
 class Base(ForeignObject):
-    """The snapshot since which another one was exported. The importing host finds it by its guid alone."""
+    """The snapshot since which another one was exported."""
 
-    guid: int = Field(ge=1, lt=1 << 64, strict=True)
-    """The number by which ZFS recognizes the snapshot in every pool that has received it."""
+    guid: int | None = Field(None, ge=1, lt=1 << 64, strict=True)
+    """The number by which ZFS recognizes the snapshot in every pool that has received it. None: there is no stream."""
     snapshot_id: Id
-    """Its id in the gateway that exported the file, for messages."""
+    """Its id in the gateway that exported the file. Without a guid, the importing host finds its copy by this id."""
+    parts: list[SnapshotPart] = Field(default_factory=list, max_length=len(SnapshotPart))
+    """The parts of which the file contains only what differs, if there is no stream."""
     names: list[Name] = Field(default_factory=list, max_length=16)
     """Its names there, for messages."""
 
@@ -152,8 +154,13 @@ class Manifest(_AnyManifest):
             raise ValueError("the parts are not in the required order, or one occurs twice")
         if self.continues and self.encoding is StreamEncoding.PLAIN:
             raise ValueError("only a compressed or raw stream can continue an import")
-        if self.base is not None and self.host_kind != "jail_zfs":
-            raise ValueError("only the stream of a jail host can need another snapshot")
+        if self.base is not None and (self.base.guid is not None) != (self.host_kind == "jail_zfs"):
+            raise ValueError("a base has a guid if, and only if, it is a snapshot of a jail host")
+        if self.base is not None and not set(self.base.parts) <= set(names) - {
+            SnapshotPart.DEVICE_STATE,
+            SnapshotPart.STREAM,
+        }:
+            raise ValueError("the base has parts that the file lacks, or that cannot be relative")
         if self.base is not None and self.continues:
             raise ValueError("a stream that needs another snapshot cannot continue an import")
         if self.host_kind == "jail_zfs":

@@ -108,12 +108,14 @@ class Transfers:
         snapshot, base, guid = await self._resolve_export(ref, since=since, resume_token=resume_token)
         return await self._export(snapshot, base, guid, memory=memory, resume_token=resume_token)
 
-    async def export_hidden(self, id: str, *, memory: bool = True) -> Export:
+    async def export_hidden(self, id: str, *, memory: bool = True, since: str = "") -> Export:
         """Open a snapshot of any kind for an export, like ``export``."""
         snapshot = self._index.get_any_snapshot(id)
         self.require_ability()
         self.require_exportable(snapshot)
-        return await self._export(snapshot, memory=memory)
+        base = self._index.get_any_snapshot(since) if since else None
+        guid = 0 if base is None else await self.bases.require_export_base(snapshot, base)
+        return await self._export(snapshot, base, guid, memory=memory)
 
     async def _export(
         self, snapshot: Snapshot, base: Snapshot | None = None, guid: int = 0, *, memory: bool, resume_token: str = ""
@@ -128,8 +130,7 @@ class Transfers:
         )
 
         async def open_source() -> SnapshotSource:
-            base_id = "" if base is None else base.id
-            return await self._host.open_snapshot(snapshot, memory=memory, base_id=base_id, resume_token=resume_token)
+            return await self._host.open_snapshot(snapshot, memory=memory, base=base, resume_token=resume_token)
 
         return await self._open_export([snapshot] if base is None else [snapshot, base], open_source, create_manifest)
 
@@ -227,7 +228,9 @@ class Transfers:
                 snapshot = received.record
             if origin_id and snapshot.imported is not None:
                 snapshot.imported = snapshot.imported.model_copy(update={"snapshot": origin_id})
-            base = await file.stack.enter_async_context(self._import_base_pinned(manifest, snapshot))
+            base = await file.stack.enter_async_context(
+                self._import_base_pinned(manifest, snapshot, may_be_hidden=hidden is not None)
+            )
             snapshot.names = new_names or [*manifest.names]
             if hidden is not None:
                 snapshot.kind, snapshot.names, snapshot.template_id, snapshot.origin = hidden.kind, [], "", ""
@@ -374,7 +377,9 @@ class Transfers:
                 target.use_bases([])
 
     @contextlib.asynccontextmanager
-    async def _import_base_pinned(self, manifest: Manifest, snapshot: Snapshot) -> AsyncIterator[ImportBase | None]:
+    async def _import_base_pinned(
+        self, manifest: Manifest, snapshot: Snapshot, *, may_be_hidden: bool
+    ) -> AsyncIterator[ImportBase | None]:
         """Find the snapshot that the file needs, and prevent its removal inside this context.
 
         ``snapshot`` becomes its child. Yields None if the file is whole. Raises NotFound.
@@ -382,10 +387,9 @@ class Transfers:
         if manifest.base is None:
             yield None
             return
-        base = await self.bases.find_import_base(manifest.base, snapshot)
-        parent = self._index.get_snapshot(base.id)
-        async with self._collector.pinned_then_collected(parent):
-            set_lineage(snapshot, parent)
+        base = await self.bases.find_import_base(manifest.base, snapshot, may_be_hidden=may_be_hidden)
+        async with self._collector.pinned_then_collected(base.snapshot):
+            set_lineage(snapshot, base.snapshot)
             yield base
 
     async def _keep_file(
@@ -616,11 +620,15 @@ class Export:
                     yield index, part.name, offset, min(CHUNK_BYTES, end - offset)
 
     def _compress(self, index: int, part: SnapshotPart, offset: int, length: int) -> bytes:
-        """Return the contents of a chunk's record, or b"" for a chunk of zeros, which the file omits."""
+        """Return the contents of a chunk's record, or b"" for a chunk of zeros, which the file omits.
+
+        Of a relative part, it contains them: the base may have other bytes there.
+        """
         from sandbox_gateway.engine.transfer.container import compress_chunk
 
         data = self._source.read(part, offset, length)
-        return b"" if data == bytes(length) else compress_chunk(index, offset, data)
+        is_omitted = part not in self._source.relative_parts and data == bytes(length)
+        return b"" if is_omitted else compress_chunk(index, offset, data)
 
     async def close(self) -> None:
         try:
@@ -656,7 +664,14 @@ def _create_manifest(
         line=source.line,
         encoding=source.encoding,
         continues=continues,
-        base=Base(guid=base[1], snapshot_id=base[0].id, names=base[0].names[:_MAX_NAMES]) if base else None,
+        base=Base(
+            guid=base[1] or None,
+            snapshot_id=base[0].id,
+            names=base[0].names[:_MAX_NAMES],
+            parts=sorted(source.relative_parts),
+        )
+        if base
+        else None,
         ancestors=ancestors if _get_host_kind(source) == "kvm_xfs" else [],
         parts=parts,
     )

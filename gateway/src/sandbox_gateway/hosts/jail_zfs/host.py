@@ -310,9 +310,10 @@ class JailZfsHost:
         return await self._calls.run(self._storage.streams.find_export_bases, snapshot.id)
 
     async def open_snapshot(
-        self, snapshot: Snapshot, *, memory: bool, base_id: str = "", resume_token: str = ""
+        self, snapshot: Snapshot, *, memory: bool, base: Snapshot | None = None, resume_token: str = ""
     ) -> SnapshotSource:
         streams = self._storage.streams
+        base_id = "" if base is None else base.id
         return await finish_despite_cancellation(
             self._calls.run(
                 transfer.open_source,

@@ -41,6 +41,7 @@ class StreamSource:
     """The stream of a snapshot: an implementation of hosts.base.SnapshotSource and PartSource."""
 
     line = False
+    relative_parts: frozenset[SnapshotPart] = frozenset()
 
     def __init__(self, file: BinaryIO, encoding: StreamEncoding) -> None:
         self._file = file

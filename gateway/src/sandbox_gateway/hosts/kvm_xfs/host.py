@@ -96,6 +96,8 @@ class KvmXfsHost:
         prewarm=True,
         can_stall=True,
         transfer=True,
+        incremental_transfer=True,
+        any_transfer_base=True,
     )
 
     def __init__(self, config: Config) -> None:
@@ -354,22 +356,22 @@ class KvmXfsHost:
         return self._memory_roots.find_memory_problem(snapshot)
 
     async def find_export_bases(self, snapshot: Snapshot) -> Mapping[str, int]:
-        """Return {}, because files with the images of virtual machines are always whole."""
+        """Return {}. It is not called, because any snapshot can be the base."""
         return {}
 
     async def open_snapshot(
-        self, snapshot: Snapshot, *, memory: bool, base_id: str = "", resume_token: str = ""
+        self, snapshot: Snapshot, *, memory: bool, base: Snapshot | None = None, resume_token: str = ""
     ) -> SnapshotSource:
-        assert not base_id
         if resume_token:
             raise Unsupported(
                 "this host cannot export the rest of a snapshot: export the snapshot without a resume token"
             )
         if memory:
             await asyncio.to_thread(self._memory_roots.require_memory, snapshot)
+        base_files = None if base is None else self._snapshots.files(base)
         with translated_os_errors():
             return await asyncio.to_thread(
-                transfer.SnapshotFileSource, self._snapshots.files(snapshot), snapshot, memory=memory
+                transfer.SnapshotFileSource, self._snapshots.files(snapshot), snapshot, memory=memory, base=base_files
             )
 
     def find_import_problem(self, host_kind: str, architecture: str, platform: Mapping[str, str]) -> str:
@@ -380,7 +382,7 @@ class KvmXfsHost:
         pass
 
     async def find_import_bases(self, guid: int, origin_id: str) -> Sequence[str]:
-        """Return [], because files with the images of virtual machines are always whole."""
+        """Return []. It is not called, because any snapshot can be the base."""
         return []
 
     async def begin_import(
@@ -397,8 +399,9 @@ class KvmXfsHost:
         ):
             memory_directory.record_location(snapshot)
         target = transfer.SnapshotFileTarget(self._snapshots, snapshot, asdict(self.platform), line=line)
+        base_paths = {} if base is None else transfer.list_base_paths(self._snapshots.files(base.snapshot), base.parts)
         try:
-            await finish_despite_cancellation(asyncio.to_thread(target.create, sizes))
+            await finish_despite_cancellation(asyncio.to_thread(target.create, sizes, base_paths))
         except BaseException:
             await target.discard()
             raise

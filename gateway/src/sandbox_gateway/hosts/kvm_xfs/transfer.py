@@ -9,16 +9,18 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
+from types import MappingProxyType
 
 import numpy as np
 
+from sandbox_gateway.errors import Invalid
 from sandbox_gateway.hosts.base import MEMORY_PARTS, SnapshotPart, SnapshotSource
 from sandbox_gateway.hosts.kvm_xfs import commit_protocol
 from sandbox_gateway.hosts.kvm_xfs.files.layout import SnapshotFiles
-from sandbox_gateway.hosts.kvm_xfs.files.reflink import clone_range
+from sandbox_gateway.hosts.kvm_xfs.files.reflink import clone_fd, clone_range
 from sandbox_gateway.hosts.kvm_xfs.files.snapshots import Snapshots
 from sandbox_gateway.hosts.kvm_xfs.memory.image_check import compute_check
 from sandbox_gateway.hosts.kvm_xfs.memory.page_runs import create_runs_from_mask
@@ -65,9 +67,12 @@ def find_platform_problem(own_platform: Mapping[str, str], other_platform: Mappi
 class SnapshotFileSource(PartFiles):
     """The open files of a snapshot: an implementation of hosts.base.SnapshotSource."""
 
-    def __init__(self, files: SnapshotFiles, snapshot: Snapshot, *, memory: bool) -> None:
-        """Open the files. Raises Conflict if they have been removed, or OSError."""
-        super().__init__(_list_paths(files, memory=memory), snapshot.id)
+    def __init__(
+        self, files: SnapshotFiles, snapshot: Snapshot, *, memory: bool, base: SnapshotFiles | None = None
+    ) -> None:
+        """Open the files. ``base``: those of the base. Raises Conflict if they have been removed, or OSError."""
+        base_paths = {} if base is None else _list_relative_paths(base, memory=memory)
+        super().__init__(_list_paths(files, memory=memory), snapshot.id, base_paths)
         self.architecture = os.uname().machine
         self.platform = build_portable_platform(snapshot.host["platform"]) if memory else {}
         self.line = memory and bool(snapshot.host.get("line"))
@@ -93,14 +98,19 @@ class SnapshotFileTarget:
         """The parts whose file system cannot share extents with the bases."""
         self._stack = ExitStack()
 
-    def create(self, sizes: Mapping[SnapshotPart, int]) -> None:
-        """Create the files, each of which is a single hole. Raises GatewayError."""
+    def create(
+        self, sizes: Mapping[SnapshotPart, int], base_paths: Mapping[SnapshotPart, Path] = MappingProxyType({})
+    ) -> None:
+        """Create the files: clones of ``base_paths``, or else single holes. Raises GatewayError."""
         with translated_os_errors(self._location):
             self._files.directory.mkdir(mode=0o700)
             for part, path in _list_paths(self._files, memory=self._has_memory).items():
                 descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
                 self._stack.callback(os.close, descriptor)
-                os.ftruncate(descriptor, sizes[part])
+                if part in base_paths:
+                    _clone_base(base_paths[part], descriptor, part, sizes[part])
+                else:
+                    os.ftruncate(descriptor, sizes[part])
                 self._descriptors[part] = descriptor
 
     def use_bases(self, bases: Sequence[SnapshotSource]) -> None:
@@ -154,6 +164,25 @@ def _list_equal_runs(data: bytes, other_data: bytes) -> list[tuple[int, int]]:
     )
     runs = create_runs_from_mask((blocks == other_blocks).all(axis=1), 0, _BLOCK_BYTES).tolist()
     return [(start, start + size) for start, size in runs if size >= _MIN_SHARED_BYTES]
+
+
+def list_base_paths(files: SnapshotFiles, parts: Collection[SnapshotPart]) -> dict[SnapshotPart, Path]:
+    """Return the paths of these parts of a base."""
+    return {part: path for part, path in _list_paths(files, memory=True).items() if part in parts}
+
+
+def _list_relative_paths(files: SnapshotFiles, *, memory: bool) -> dict[SnapshotPart, Path]:
+    """Return the paths of the parts of a base that exist, and that can differ little from those of a later snapshot."""
+    paths = _list_paths(files, memory=memory)
+    return {part: path for part, path in paths.items() if part is not SnapshotPart.DEVICE_STATE and path.exists()}
+
+
+def _clone_base(path: Path, descriptor: int, part: SnapshotPart, size: int) -> None:
+    """Let a new file begin with the contents of a part of the base. Raises GatewayError or OSError."""
+    with path.open("rb") as base:
+        if os.fstat(base.fileno()).st_size != size:
+            raise Invalid(f"the {part} of the snapshot that the file needs has another size here: import a whole file")
+        clone_fd(base.fileno(), descriptor)
 
 
 def _list_paths(files: SnapshotFiles, *, memory: bool) -> dict[SnapshotPart, Path]:

@@ -113,7 +113,9 @@ class SnapshotStreams:
             else:
                 if not zfs_core.detect_capabilities().receive_options:
                     _mark_as_clone(file)
-                self._names.call_with_name(base.id, lambda origin: zfs_core.lzc_receive(name, file, origin=origin))
+                self._names.call_with_name(
+                    base.snapshot.id, lambda origin: zfs_core.lzc_receive(name, file, origin=origin)
+                )
             self.complete(record)
         except BaseException:
             with suppress(zfs_core.exceptions.ZFSError):
@@ -132,7 +134,7 @@ class SnapshotStreams:
             zfs_core.lzc_receive_resumable(name, file, seconds=seconds)
             return
         self._names.call_with_name(
-            base.id, lambda origin: zfs_core.lzc_receive_resumable(name, file, origin=origin, seconds=seconds)
+            base.snapshot.id, lambda origin: zfs_core.lzc_receive_resumable(name, file, origin=origin, seconds=seconds)
         )
 
     @translate_errors

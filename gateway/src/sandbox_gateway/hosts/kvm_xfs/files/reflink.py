@@ -30,6 +30,7 @@ _CLONE_RANGE = struct.Struct("=qQQQ")
 _FS_IOC_FIEMAP = 0xC020660B
 _FIEMAP_FLAG_SYNC = 0x1
 _FIEMAP_EXTENT_LAST = 0x1
+_FIEMAP_EXTENT_UNWRITTEN = 0x800
 _FIEMAP_EXTENT_SHARED = 0x2000
 _FIEMAP_HEADER = struct.Struct("=QQIIII")
 _FIEMAP_EXTENT = np.dtype(
@@ -43,9 +44,12 @@ _FIEMAP_EXTENT = np.dtype(
     ]
 )
 _BATCH_EXTENT_COUNT = 4096
+_MAX_COMPARED_EXTENTS = 1 << 20
+"""The maximum number of extents of two files that ``list_differing_ranges`` holds in memory, 24 bytes each."""
 _libc = ctypes.CDLL(None, use_errno=True)
 _libc.ioctl.argtypes = [ctypes.c_int, ctypes.c_ulong, ctypes.c_void_p]
 _NO_ROWS = np.empty((0, 3), np.uint64)
+_HOLE = np.iinfo(np.int64).min
 _Batch: TypeAlias = npt.NDArray[np.void]
 _COPY_CHUNK_BYTES = 4 << 20
 _UNSUPPORTED_ERRNOS = frozenset({errno.EOPNOTSUPP, errno.EINVAL, errno.EXDEV, errno.ENOTTY, errno.ENOSYS})
@@ -211,12 +215,59 @@ def have_same_extents(one: Path, other: Path, seconds: float = math.inf) -> bool
         rows = [each[count:] for each in rows]
 
 
-def _walk_merged_extents(path: Path, seconds: float) -> Iterator[npt.NDArray[np.uint64]]:
-    """Yield arrays of (logical, physical, length). Joins adjacent extents, because sharing can split extents."""
-    unfinished = _NO_ROWS
+def list_differing_ranges(path: Path, other: Path) -> Iterator[tuple[int, int]]:
+    """Flush dirty data, then yield the (start, end) of each range of a file that may differ from ``other``.
+
+    Ranges that share their blocks, or are holes in both files, are equal. The files must have the same size, and be on
+    the same file system. If they are fragmented too much, yields the whole file.
+    """
+    size = path.stat().st_size
+    rows, other_rows = (
+        [*_walk_merged_extents(each, math.inf, _MAX_COMPARED_EXTENTS, skip_unwritten=True)] for each in (path, other)
+    )
+    count = sum(len(each) for each in (*rows, *other_rows))
+    if count > _MAX_COMPARED_EXTENTS:
+        yield 0, size
+        return
+    extents, other_extents = (np.concatenate([_NO_ROWS, *each]).astype(np.int64) for each in (rows, other_rows))
+    bounds = np.unique(np.concatenate([_list_bounds(extents), _list_bounds(other_extents)]))
+    differs = _find_shifts(extents, bounds) != _find_shifts(other_extents, bounds)
+    # The last bound is the end of an extent, so nothing follows it.
+    changes = np.flatnonzero(np.diff(differs, prepend=False))
+    for start, end in bounds[changes].reshape(-1, 2).tolist():
+        if start < size:
+            yield start, min(end, size)
+
+
+def _list_bounds(extents: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+    return np.concatenate([extents[:, 0], extents[:, 0] + extents[:, 2]])
+
+
+def _find_shifts(extents: npt.NDArray[np.int64], offsets: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+    """Return how far each of the ascending ``offsets`` of a file is from its block on the device, or _HOLE."""
+    if not len(extents):
+        return np.full(len(offsets), _HOLE)
+    indexes = np.searchsorted(extents[:, 0], offsets, side="right") - 1
+    logical, physical, length = extents[np.maximum(indexes, 0)].T
+    is_data = (indexes >= 0) & (offsets < logical + length)
+    return np.where(is_data, physical - logical, _HOLE)
+
+
+def _walk_merged_extents(
+    path: Path, seconds: float, max_count: float = math.inf, *, skip_unwritten: bool = False
+) -> Iterator[npt.NDArray[np.uint64]]:
+    """Yield arrays of (logical, physical, length). Joins adjacent extents, because sharing can split extents.
+
+    Ends after more than ``max_count`` extents. ``skip_unwritten``: omit allocated extents that read as zeros.
+    """
+    unfinished, count = _NO_ROWS, 0
     for batch in _walk_batches(path, seconds):
         rows = np.stack([batch["logical"], batch["physical"], batch["length"]], axis=1)
+        if skip_unwritten:
+            rows = rows[(batch["flags"] & _FIEMAP_EXTENT_UNWRITTEN) == 0]
         rows = np.concatenate([unfinished, rows])
+        if not len(rows):
+            continue
         ends = rows[:, :2] + rows[:, 2:]
         first_indexes = np.flatnonzero(np.append(True, (rows[1:, :2] != ends[:-1]).any(axis=1)))
         last_indexes = np.append(first_indexes[1:], len(rows)) - 1
@@ -224,7 +275,10 @@ def _walk_merged_extents(path: Path, seconds: float) -> Iterator[npt.NDArray[np.
         merged[:, 2] = ends[last_indexes, 0] - merged[:, 0]
         if len(merged) > 1:
             yield merged[:-1]
+            count += len(merged) - 1
         unfinished = merged[-1:]
+        if count > max_count:
+            break
     if len(unfinished):
         yield unfinished
 
