@@ -91,7 +91,7 @@ class KvmXfs:
             directory = session.get_run_dir()
             xfs = stack.enter_context(LoopXfs(directory / "bench.xfs", directory / "xfs", size_mb=_XFS_MB))
             self.mount_point = xfs.mount_point
-            self.config = self._create_config(self.mount_point / "bench")
+            self.config = self.create_config(self.mount_point / "bench")
             self.host = KvmXfsHost(self.config)
             self.live = EngineRunner(self.host, self.config)
             stack.callback(self._close)
@@ -102,7 +102,8 @@ class KvmXfs:
     def __exit__(self, *_: object) -> None:
         self._stack.close()
 
-    def _create_config(self, root: Path) -> Config:
+    def create_config(self, root: Path) -> Config:
+        """Create the state root of a gateway, and return its configuration."""
         root.mkdir(mode=0o711)
         return Config.model_validate(
             {

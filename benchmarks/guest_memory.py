@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
+from typing import Literal
 
 import numpy as np
 
@@ -43,10 +44,12 @@ def _run_in_sandbox(host: KvmXfs, sandbox: Sandbox, argv: list[str]) -> None:
         raise RuntimeError(f"{argv[0]} failed: {result.stderr.decode(errors='replace')}")
 
 
-def count_changed_bytes(host: KvmXfs, previous: Snapshot, snapshot: Snapshot) -> float:
+def count_changed_bytes(
+    host: KvmXfs, previous: Snapshot, snapshot: Snapshot, *, file: Literal["memory", "disk"] = "memory"
+) -> float:
     """Return the size in bytes of the pages that differ between two snapshots. Reads only unshared blocks."""
     layout = Layout(host.config.host.state_root)
-    old_image, new_image = (layout.snapshot(each).memory for each in (previous, snapshot))
+    old_image, new_image = (getattr(layout.snapshot(each), file) for each in (previous, snapshot))
     ranges = sorted(_find_unshared_ranges(old_image) | _find_unshared_ranges(new_image))
     page_count = 0
     with old_image.open("rb") as old, new_image.open("rb") as new:

@@ -21,6 +21,7 @@ from benchmarks.benches.jail_growth import JailGrowth
 from benchmarks.benches.jail_scale import JailScale
 from benchmarks.benches.memory import Memory
 from benchmarks.benches.migration import Migration
+from benchmarks.benches.move import Move
 from benchmarks.benches.pause import Pause
 from benchmarks.benches.plans import Plans
 from benchmarks.benches.prewarm import Prewarm
@@ -60,6 +61,7 @@ BENCHES: tuple[Bench, ...] = (
     Tasks(),
     Plans(),
     Transfer(),
+    Move(),
     Image(),
     Connection(),
     Rivals(),

@@ -542,6 +542,24 @@ def make_jail_file(gateway: MemoryGateway, guid: int) -> bytes:
     return Encoder(gateway.engine.transfers.get_signer()).encode_head(parse_manifest(json.dumps(fields).encode()))
 
 
+def test_a_file_needs_the_memory_of_its_base_only_if_its_own_can_be_restored(
+    memory_gateway: MemoryGateway, api: httpx.Client, snapshot: dict[str, Any]
+) -> None:
+    file = api.get("/snapshots/base/export", params={"memory": "none"}).content
+    copy = import_snapshot(api, file, name="copy").json()
+    assert copy["memory"] == "none"
+    encoder = Encoder(memory_gateway.engine.transfers.get_signer())
+    base = {"snapshot_id": copy["snapshotID"], "parts": ["disk", "memory"]}
+    fields = make_manifest_fields(base=base, names=["small"])
+    head = encoder.encode_head(parse_manifest(json.dumps(fields).encode()))
+    message = check_refusal(import_snapshot(api, head), 409, "conflict")
+    assert f"needs the memory of snapshot {copy['snapshotID']}, which is not available on this host" in message
+    memory_gateway.host.import_problem = "the CPU differs"
+    # Its memory is omitted, so it is refused only because it is not complete.
+    assert "is incomplete" in check_refusal(import_snapshot(api, head), 400, "invalid")
+    assert api.get("/snapshots/small").status_code == 404
+
+
 def test_a_host_that_cannot_export_what_has_changed_refuses(
     memory_gateway: MemoryGateway, api: httpx.Client, snapshot: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import random
 import socket
@@ -306,6 +307,37 @@ def xfs_store(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Snapsh
         layout = Layout(xfs.mount_point / "state")
         layout.create()
         yield Snapshots(layout, Quarantine(xfs.mount_point / "state"))
+
+
+@pytest.mark.anyio
+async def test_a_part_begins_with_the_contents_of_the_base(
+    xfs_store: Snapshots, request: pytest.FixtureRequest
+) -> None:
+    if "no reflink" in request.node.name:
+        pytest.skip("the gateway does not start on such a file system")
+    base_snapshot = make_snapshot()
+    await start_import(xfs_store, base_snapshot).commit()
+    base_paths = transfer.list_base_paths(xfs_store.files(base_snapshot), {SnapshotPart.DISK, SnapshotPart.MEMORY})
+    snapshot = make_snapshot()
+    target = transfer.SnapshotFileTarget(xfs_store, snapshot, PLATFORM, line=True)
+    target.create(SIZES, base_paths)
+    target.write(SnapshotPart.DISK, 32 * MIB, bytes(4096))
+    target.write(SnapshotPart.DISK, 0, b"n" * 4096)
+    target.write(SnapshotPart.DEVICE_STATE, 0, b"s" * 3000)
+    await target.commit()
+    files, base_files = xfs_store.files(snapshot), xfs_store.files(base_snapshot)
+    assert files.memory.read_bytes() == base_files.memory.read_bytes()
+    assert files.disk.read_bytes() == b"n" * 4096 + bytes(64 * MIB - 4096)
+    with contextlib.closing(transfer.SnapshotFileSource(files, snapshot, memory=True, base=base_files)) as source:
+        assert source.relative_parts == {*SnapshotPart} & SIZES.keys() - {SnapshotPart.DEVICE_STATE}
+        assert [*source.extents(SnapshotPart.MEMORY)] == []
+        assert [*source.extents(SnapshotPart.DISK)] == [(0, 4096), (32 * MIB, 32 * MIB + 4096)]
+    other = make_snapshot()
+    other_target = transfer.SnapshotFileTarget(xfs_store, other, PLATFORM, line=True)
+    with pytest.raises(Invalid, match="the disk of the snapshot that the file needs has another size here"):
+        other_target.create({**SIZES, SnapshotPart.DISK: 32 * MIB}, base_paths)
+    await other_target.discard()
+    assert {each.id for each in xfs_store.scan([])} == {snapshot.id, base_snapshot.id}
 
 
 @pytest.mark.anyio
