@@ -100,7 +100,7 @@ class _Move:
             self._samples["sent_whole"].append(await self._send_rest())
         else:
             first_passes, start = self._source.moves.first_passes, time.perf_counter()
-            async with first_passes.captured(self._id, _MOVE) as captured:
+            async with first_passes.captured(self._id, _MOVE, memory=True) as captured:
                 file = await _read(first_passes.export(self._id, _MOVE, memory=True))
                 receiving = self._target.engine.moves.first_passes.receive(self._id, _MOVE, _iterate(file))
                 await asyncio.to_thread(self._target.do, receiving)

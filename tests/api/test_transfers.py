@@ -560,6 +560,36 @@ def test_a_file_needs_the_memory_of_its_base_only_if_its_own_can_be_restored(
     assert api.get("/snapshots/small").status_code == 404
 
 
+def test_a_base_is_a_snapshot_of_the_signer_of_the_file(
+    memory_gateway: MemoryGateway, api: httpx.Client, snapshot: dict[str, Any]
+) -> None:
+    """Otherwise, a signer could put its own data under the changes of another signer's snapshot."""
+    attacker, owner = Signer(b"a" * 32), Signer(b"o" * 32)
+    memory_gateway.engine.transfers.list_fleet_signers = lambda: [attacker.fingerprint, owner.fingerprint]
+
+    def make_file(signer: Signer, name: str, base: dict[str, Any] | None) -> bytes:
+        data = json.dumps({"key": name}).encode()
+        parts = [{"name": each, "size": len(data), "data_bytes": len(data)} for each in ("kernel", "initrd", "disk")]
+        id = "ba9876543210" if base is None else "0123456789ab"
+        fields = make_manifest_fields(snapshot_id=id, names=[name], platform=None, line=False, parts=parts, base=base)
+        encoder = Encoder(signer)
+        records = [encoder.encode_head(parse_manifest(json.dumps(fields).encode()))]
+        records += [encoder.encode_chunk(compress_chunk(part, 0, data)) for part in range(3)]
+        return b"".join([*records, encoder.encode_end()])
+
+    base = {"snapshot_id": "ba9876543210", "parts": ["disk"]}
+    assert import_snapshot(api, make_file(attacker, "false-base", None)).status_code == 201
+    check_refusal(import_snapshot(api, make_file(owner, "one", base)), 404, "not_found")
+    true_base = import_snapshot(api, make_file(owner, "true-base", None)).json()
+    imported = import_snapshot(api, make_file(owner, "one", base)).json()
+    assert imported["parentSnapshotID"] == true_base["snapshotID"]
+    # The ids of this gateway are bases only of its own files.
+    own = {"snapshot_id": snapshot["snapshotID"], "parts": ["disk"]}
+    check_refusal(import_snapshot(api, make_file(owner, "two", own)), 404, "not_found")
+    own_signer = memory_gateway.engine.transfers.get_signer()
+    assert import_snapshot(api, make_file(own_signer, "three", own)).status_code == 201
+
+
 def test_a_host_that_cannot_export_what_has_changed_refuses(
     memory_gateway: MemoryGateway, api: httpx.Client, snapshot: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:

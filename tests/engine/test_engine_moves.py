@@ -116,7 +116,7 @@ def test_after_a_first_pass_only_what_has_changed_is_sent(
     export_hidden = source.engine.transfers.export_hidden
 
     async def send_first_pass() -> Sandbox:
-        async with first_passes.captured(id, MOVE):
+        async with first_passes.captured(id, MOVE, memory=True):
             file = await _read(first_passes.export(id, MOVE, memory=True))
             receiving = target.engine.moves.first_passes.receive(id, MOVE, _iterate(file))
             await asyncio.to_thread(target.do, receiving)

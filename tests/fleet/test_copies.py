@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 import httpx
@@ -115,6 +116,26 @@ def test_only_what_differs_from_the_nearest_ancestor_there_is_copied(
         for key, value in (("monday", "done"), ("tuesday", "done")):
             answer = one.post(f"/sandboxes/fork-{host}/exec", {"args": ["read", key]}, 200)
             assert answer["stdout"] == value
+
+
+def test_an_interrupted_copy_continues_with_its_own_base(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    one, two, _ = _start(world)
+    one.post("/sandboxes/web/exec", {"args": ["write", "noise", os.urandom(4000).hex()]}, 200)
+    one.post("/sandboxes/web/snapshots", {"name": "later"})
+    wait_until(lambda: two.list_known_hosts("later") == ["h1"])
+    two.post("/snapshots/before/copy?host=h2")
+    with one.client() as client:
+        file = client.get("/snapshots/later/export", params={"since": "before"}).content
+    with monkeypatch.context() as patch:
+        _stop_after(patch, len(file) - 10)
+        two.post("/snapshots/later/copy?host=h2", status=503)
+    (kept,) = two.get("/interrupted-imports")
+    with monkeypatch.context() as patch:
+        # The base of the rest must not change.
+        patch.setattr(two.gateway.engine.transfers.bases, "has_copy", lambda *_, **__: False)
+        sizes = _stop_after(patch, 1 << 40)
+        two.post("/snapshots/later/copy?host=h2")
+    assert sizes == [len(file) - kept["receivedBytes"]]
 
 
 def test_a_source_that_sends_only_whole_files_is_no_obstacle(world: World, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,7 +13,7 @@ import pytest
 
 from sandbox_gateway.api.fleet import move_recovery
 from sandbox_gateway.api.fleet.move_requests import MoveClient
-from sandbox_gateway.errors import Conflict, Unsupported
+from sandbox_gateway.errors import Conflict, GatewayError, NoSpace, NotFound, Unsupported
 from sandbox_gateway.fleet.moves import MoveDirectory
 from sandbox_gateway.fleet.peers import HostUnavailable
 from sandbox_gateway.fleet.records import MoveRecord
@@ -406,6 +406,80 @@ def test_a_running_sandbox_is_sent_before_it_is_paused(
     assert states == ([("paused", "whole")] if failing else [("running", "whole"), ("paused", "rest")])
     assert _exec(two, "web", "read", "early") == "sent first"
     assert _list_rest(one, two) == []
+
+
+def test_a_sandbox_that_is_paused_during_the_first_pass_stays_paused(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one, two = _start(world, "h1", "h2")
+    _create(one)
+    send_first_pass = MoveClient.send_first_pass
+
+    async def send_and_pause(client: MoveClient, sandbox: str, order: Any) -> None:
+        await send_first_pass(client, sandbox, order)
+        await one.gateway.engine.sandboxes.pause(sandbox)
+
+    monkeypatch.setattr(MoveClient, "send_first_pass", send_and_pause)
+    assert _move(one, "web", "h2")["state"] == "paused"
+    assert not two.host.machines
+    one.post("/sandboxes/web/resume", status=201)
+    assert _exec(two, "web", "read", "key") == "value"
+    assert _list_rest(one, two) == []
+
+
+@pytest.mark.parametrize("error", [Unsupported("no reflinks"), NoSpace("no room"), NotFound("first pass", "1")])
+def test_a_target_that_cannot_use_the_first_pass_gets_all_data(
+    world: World, monkeypatch: pytest.MonkeyPatch, error: GatewayError
+) -> None:
+    one, two = _start(world, "h1", "h2")
+    _create(one)
+    bases: list[bool] = []
+    begin_import = MemoryHost.begin_import
+
+    async def refuse(host: MemoryHost, *arguments: Any, base: Any = None, **options: Any) -> Any:
+        bases.append(base is not None)
+        if base is not None:
+            raise error
+        return await begin_import(host, *arguments, base=base, **options)
+
+    monkeypatch.setattr(MemoryHost, "begin_import", refuse)
+    _move(one, "web", "h2")
+    assert bases == [False, True, False]
+    assert _exec(two, "web", "read", "key") == "value"
+    assert _list_rest(one, two) == []
+
+
+def test_a_new_first_pass_replaces_the_one_of_an_earlier_move(world: World) -> None:
+    one, two = _start(world, "h1", "h2")
+    id = _create(one)["sandboxID"]
+    passes = one.gateway.engine.moves.first_passes
+    received = two.gateway.engine.moves.first_passes
+
+    files: list[list[bytes]] = []
+
+    async def read(move: str) -> None:
+        async with passes.captured(id, move, memory=True):
+            export = await passes.export(id, move, memory=True)
+            try:
+                files.append([piece async for piece in export.read_pieces()])
+            finally:
+                await export.close()
+
+    async def iterate(file: list[bytes]) -> Any:
+        for piece in file:
+            yield piece
+
+    for move in "12":
+        one.gateway.run_in_loop(read(move))
+
+    async def receive_both() -> None:
+        receiving = (received.receive(id, move, iterate(file)) for move, file in zip("12", files, strict=True))
+        await asyncio.gather(*receiving)
+        for move in "12":
+            await received.forget(id, move)
+
+    two.gateway.run_in_loop(receive_both())
+    wait_until(lambda: _list_rest(one, two) == [])
 
 
 def test_a_first_pass_whose_move_ends_early_is_removed(world: World, monkeypatch: pytest.MonkeyPatch) -> None:

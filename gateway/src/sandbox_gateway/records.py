@@ -208,6 +208,8 @@ class ImportOrigin(_Part):
     """
     signer: str
     """The fingerprint of the key that signed the file."""
+    signed_id: str = ""
+    """The id in the gateway of the signer, if ``snapshot`` is that of the original."""
     omitted_memory: str = ""
     """Why the memory in the file was not imported, as a clause; empty if it was, or if the file has none."""
 

@@ -15,6 +15,7 @@ from sandbox_gateway.engine.captures import Captures
 from sandbox_gateway.engine.collector import Collector
 from sandbox_gateway.engine.context import Context
 from sandbox_gateway.engine.locking import Locking
+from sandbox_gateway.engine.room import RoomMonitor
 from sandbox_gateway.engine.transfer.transfers import Export, HiddenImport, Transfers
 from sandbox_gateway.errors import NotFound
 from sandbox_gateway.records import Snapshot, SnapshotKind
@@ -27,20 +28,26 @@ _MAX_HOLD_SECONDS = 600.0
 @dataclass(frozen=True)
 class _Received:
     move: str
-    snapshot: Snapshot
-    """The copy of the capture on this host."""
     stack: contextlib.ExitStack
+    """Prevents the removal of the capture's copy on this host."""
 
 
 class FirstPasses:
     def __init__(
-        self, context: Context, locking: Locking, collector: Collector, captures: Captures, transfers: Transfers
+        self,
+        context: Context,
+        locking: Locking,
+        collector: Collector,
+        captures: Captures,
+        room: RoomMonitor,
+        transfers: Transfers,
     ) -> None:
         self._context = context
         self._index = context.index
         self._locking = locking
         self._collector = collector
         self._captures = captures
+        self._room = room
         self._transfers = transfers
         self._sent: dict[tuple[str, str], Snapshot] = {}
         """The captures of sandboxes that leave this host, by the id of the sandbox and that of the move."""
@@ -55,16 +62,20 @@ class FirstPasses:
         return self._context.host.abilities.any_transfer_base
 
     @contextlib.asynccontextmanager
-    async def captured(self, id: str, move: str) -> AsyncIterator[Snapshot]:
-        """Capture a running sandbox, and keep the capture inside this context. Raises GatewayError."""
+    async def captured(self, id: str, move: str, *, memory: bool) -> AsyncIterator[Snapshot]:
+        """Capture a running sandbox, and keep the capture inside this context.
+
+        Raises GatewayError, for example NoSpace if there is no room for a second capture, when it is paused.
+        """
         try:
             async with self._locking.running_sandbox_locked(id) as sandbox:
                 snapshot = self._captures.create_snapshot_record(sandbox, SnapshotKind.TRANSIENT)
                 with contextlib.ExitStack() as stack:
                     stack.enter_context(self._index.pinned(snapshot))
                     snapshot = await finish_despite_cancellation(
-                        self._captures.capture_state(sandbox, snapshot, memory=True)
+                        self._captures.capture_state(sandbox, snapshot, memory=memory)
                     )
+                    await self._room.require_room_for_capture(sandbox, memory=self._context.host.abilities.memory)
                     pin = stack.pop_all()
             with pin:
                 self._sent[id, move] = snapshot
@@ -90,17 +101,18 @@ class FirstPasses:
 
     async def receive(self, id: str, move: str, pieces: AsyncIterator[bytes]) -> None:
         """Import the capture of a sandbox, and keep it until ``forget``."""
-        await self.forget(id)
-        with contextlib.ExitStack() as stack:
 
-            async def keep(snapshot: Snapshot) -> None:
-                stack.enter_context(self._index.pinned(snapshot))
-                self._received[id] = _Received(move, snapshot, stack.pop_all())
+        async def keep(snapshot: Snapshot) -> None:
+            await self.forget(id)
+            stack = contextlib.ExitStack()
+            stack.enter_context(self._index.pinned(snapshot))
+            timer = asyncio.get_running_loop().call_later(
+                _MAX_HOLD_SECONDS, lambda: self._context.background.start(self.forget(id, move))
+            )
+            stack.callback(timer.cancel)
+            self._received[id] = _Received(move, stack)
 
-            await self._transfers.import_(pieces, hidden=HiddenImport(SnapshotKind.TRANSIENT, keep))
-        loop = asyncio.get_running_loop()
-        timer = loop.call_later(_MAX_HOLD_SECONDS, lambda: self._context.background.start(self.forget(id, move)))
-        self._received[id].stack.callback(timer.cancel)
+        await self._transfers.import_(pieces, hidden=HiddenImport(SnapshotKind.TRANSIENT, keep))
 
     def list_received(self) -> list[tuple[str, str]]:
         """Return the ids of the sandbox and of the move of each first pass that this host keeps."""

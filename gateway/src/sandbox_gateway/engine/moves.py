@@ -73,7 +73,7 @@ class Moves:
         self._room = room
         self._sandboxes = sandboxes
         self._transfers = transfers
-        self.first_passes = FirstPasses(context, locking, collector, captures, transfers)
+        self.first_passes = FirstPasses(context, locking, collector, captures, room, transfers)
 
     # -- the source -------------------------------------------------------------------------------------------------
 

@@ -93,30 +93,26 @@ class _Copying:
 
     async def run(self) -> Snapshot:
         """Return the copy. Raises GatewayError."""
-        snapshot = await self._describe(self._path)
-        if base := await self._find_base(snapshot):
-            try:
-                return await self._run(snapshot, base)
-            except (Conflict, NotFound, Unsupported) as error:
-                # For example, the source has an older release, or one of the two has just removed the base.
-                log.info("all data of a snapshot is copied", snapshot=snapshot["snapshotID"], reason=error.message)
-        return await self._run(snapshot, "")
-
-    async def _run(self, snapshot: Mapping[str, Any], base: str) -> Snapshot:
-        """Copy what differs from the snapshot ``base`` of the source; if it is "", copy everything."""
         imports = self._engine.transfers.interrupted_imports
+        snapshot = await self._describe(self._path)
         snapshot_id = str(snapshot["snapshotID"])
         origin_id = str((snapshot.get("imported") or {}).get("snapshotID", ""))
         interrupted = next((each for each in imports.list() if each.snapshot == snapshot_id), None)
         if interrupted is not None:
             try:
-                return await self._import(interrupted, origin_id, base)
+                return await self._import(interrupted, origin_id, interrupted.base)
             except (Conflict, NotFound) as error:
                 # The source would now send other bytes, for example with another release of the compression library.
                 log.info("a copy begins again", snapshot=snapshot_id, reason=error.message)
                 if interrupted in imports.list():
                     await imports.discard(interrupted.id)
-        return await self._import(None, origin_id, base)
+        if base := await self._find_base(snapshot):
+            try:
+                return await self._import(None, origin_id, base)
+            except (BackendFailed, Conflict, NoSpace, NotFound, Unsupported) as error:
+                # For example, the source has an older release, or one of the two has just removed the base.
+                log.info("all data of a snapshot is copied", snapshot=snapshot_id, reason=error.message)
+        return await self._import(None, origin_id, "")
 
     async def _describe(self, path: str) -> dict[str, Any]:
         """Return a snapshot of the source. Raises GatewayError."""
@@ -131,7 +127,9 @@ class _Copying:
         if not self._engine.host.abilities.any_transfer_base:
             return ""
         memory = self._memory == "auto" and snapshot["memory"] != MemoryMode.NONE
-        has_copy = partial(self._engine.transfers.bases.has_copy, memory=memory)
+        host = self._fleet.view.hosts.get(self._source)
+        signer = host.signer if host is not None else ""
+        has_copy = partial(self._engine.transfers.bases.has_copy, signer=signer, memory=memory)
         template_id = str(snapshot.get("templateID") or "")
         for _ in range(_MAX_ANCESTORS):
             id = str(snapshot.get("parentSnapshotID") or "")

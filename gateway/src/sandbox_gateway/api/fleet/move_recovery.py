@@ -74,6 +74,8 @@ class MoveRecovery:
                     await first_passes.forget(id, move)
         except GatewayError as error:
             self._report("first passes", error.message)
+        except Exception:
+            log.error("first passes could not be removed", exc_info=True)
 
     async def _try_to_forget_stale_keys(self) -> None:
         try:

@@ -239,13 +239,28 @@ class MoveServer:
             sandbox = await self._moves.check_arrival(order.sandbox, resumes=order.resumes)
             move = order.move
             arrival = Arrival(move=move.id, source=move.source, resumes=order.resumes)
-            has_first_pass = self._moves.first_passes.has_received(id, move.id)
-            pieces = self._client.read_file(id, order, after_first_pass=has_first_pass)
-            await self._fleet.peers.run_while_answering(move.source, self._moves.receive(sandbox, arrival, pieces))
+            if not await self._try_to_receive_rest(sandbox, arrival, order):
+                pieces = self._client.read_file(id, order, after_first_pass=False)
+                await self._fleet.peers.run_while_answering(move.source, self._moves.receive(sandbox, arrival, pieces))
             await finish_despite_cancellation(self._take(sandbox, move))
         finally:
             self._active_ids.discard(id)
-            await finish_despite_cancellation(self._moves.first_passes.forget(id))
+            await finish_despite_cancellation(self._moves.first_passes.forget(id, order.move.id))
+
+    async def _try_to_receive_rest(self, sandbox: Sandbox, arrival: Arrival, order: Order) -> bool:
+        """Receive what differs from the first pass, if there is one. Returns whether that was possible."""
+        if not self._moves.first_passes.has_received(sandbox.id, arrival.move):
+            return False
+        pieces = self._client.read_file(sandbox.id, order, after_first_pass=True)
+        try:
+            await self._fleet.peers.run_while_answering(
+                arrival.source, self._moves.receive(sandbox.model_copy(), arrival, pieces)
+            )
+            return True
+        except (BackendFailed, Conflict, Invalid, NoSpace, NotFound, Unsupported) as error:
+            log.warning("all data of a sandbox is sent again", sandbox=sandbox.id, reason=error.message)
+            await self._moves.first_passes.forget(sandbox.id)
+            return False
 
     async def _receive_first_pass(self, id: str, order: Order) -> None:
         pieces = self._client.read_first_pass(id, order)

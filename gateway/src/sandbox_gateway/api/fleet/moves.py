@@ -161,8 +161,13 @@ class Mover:
         try:
             async with self._first_pass_sent(sandbox, order):
                 departing_sandbox = await self._moves.depart(sandbox.id, order.move.id, order.move.target)
-                data = self._moves.describe_for_target(departing_sandbox)
-                await self._client.send(sandbox.id, order.model_copy(update={"sandbox": data}))
+                assert departing_sandbox.departure is not None
+                changes = {
+                    "sandbox": self._moves.describe_for_target(departing_sandbox),
+                    # It may have been paused since the move began.
+                    "resumes": departing_sandbox.departure.resumes,
+                }
+                await self._client.send(sandbox.id, order.model_copy(update=changes))
         except BaseException as error:
             if await finish_despite_cancellation(self._settle(sandbox.id, order.move)):
                 return  # Only the answer of the target was lost.
@@ -183,7 +188,8 @@ class Mover:
             return
         async with contextlib.AsyncExitStack() as stack:
             try:
-                await stack.enter_async_context(first_passes.captured(sandbox.id, order.move.id))
+                captured = first_passes.captured(sandbox.id, order.move.id, memory=order.memory)
+                await stack.enter_async_context(captured)
                 await self._client.send_first_pass(sandbox.id, order)
             except GatewayError as error:
                 log.warning("a move has no first pass", sandbox=sandbox.id, reason=error.message)

@@ -90,14 +90,19 @@ class Bases:
             + (f"use one of these: {names}" if names else "there is none, so omit 'since'")
         )
 
-    async def find_import_base(self, manifest_base: Base, snapshot: Snapshot, *, may_be_hidden: bool) -> ImportBase:
+    async def find_import_base(
+        self, manifest_base: Base, snapshot: Snapshot, signer: str, *, is_own_file: bool, may_be_hidden: bool
+    ) -> ImportBase:
         """Return the local snapshot that a file needs. Raises NotFound, or Conflict if its memory is missing.
 
+        ``signer``: the fingerprint of the signer of the file. ``is_own_file``: whether that is this gateway.
         ``snapshot``: the record of the imported snapshot. If an interrupted import continues, it has a parent, and the
         base must be the same.
         """
         if manifest_base.guid is None:
-            candidates = self._find([manifest_base.snapshot_id])
+            candidates = self._find_signed(manifest_base.snapshot_id, signer)
+            if is_own_file and (own_base := self._index.snapshots.get(manifest_base.snapshot_id)) is not None:
+                candidates = [own_base, *candidates]
         else:
             ids = await self._host.find_import_bases(manifest_base.guid, manifest_base.snapshot_id)
             candidates = [self._index.snapshots[id] for id in ids if id in self._index.snapshots]
@@ -126,9 +131,26 @@ class Bases:
     def _has_memory(self, snapshot: Snapshot) -> bool:
         return snapshot.memory is not MemoryMode.NONE and not self._host.find_memory_problem(snapshot)
 
-    def has_copy(self, id: str, *, memory: bool) -> bool:
-        """Return whether this host has the snapshot with this id here or on another host. ``memory``: with memory."""
-        return any(not each.is_hidden and (not memory or self._has_memory(each)) for each in self._find([id]))
+    def has_copy(self, id: str, signer: str, *, memory: bool) -> bool:
+        """Return whether this host has a copy of a snapshot of another host, with its memory if ``memory`` is true.
+
+        ``signer``: the fingerprint of that host.
+        """
+        copies = self._find_signed(id, signer)
+        return any(not each.is_hidden and (not memory or self._has_memory(each)) for each in copies)
+
+    def _find_signed(self, id: str, signer: str) -> list[Snapshot]:
+        """Return the snapshots that were imported from a file with the snapshot ``id`` of this signer.
+
+        Another signer could claim to have a snapshot with this id.
+        """
+        return [
+            each
+            for each in self._index.snapshots.values()
+            if each.imported is not None
+            and each.imported.signer == signer
+            and (each.imported.signed_id or each.imported.snapshot) == id
+        ]
 
     def _find(self, ids: Sequence[str]) -> list[Snapshot]:
         found_snapshots = []

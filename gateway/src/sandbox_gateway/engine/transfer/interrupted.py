@@ -69,6 +69,8 @@ class InterruptedImport:
     expires_at: datetime
     target: ImportTarget
     file: ReceivedFile | None = None
+    base: str = ""
+    """The id, in that gateway, of the snapshot that the file needs."""
 
 
 class InterruptedImports:
@@ -157,8 +159,11 @@ class InterruptedImports:
 
     async def keep_file(self, file: ReceivedFile, manifest: Manifest | VolumeManifest, signer: str) -> None:
         """Keep an import whose client has sent only a part of the file."""
+        base = "" if manifest.kind == "volume" or manifest.base is None else manifest.base.snapshot_id
         await self._keep(
-            InterruptedImport(file.record.id, manifest.snapshot_id, signer, "", _compute_expiry(), file.target, file)
+            InterruptedImport(
+                file.record.id, manifest.snapshot_id, signer, "", _compute_expiry(), file.target, file, base
+            )
         )
 
     async def _keep(self, interrupted_import: InterruptedImport) -> None:

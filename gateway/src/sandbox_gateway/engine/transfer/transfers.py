@@ -227,9 +227,10 @@ class Transfers:
                 assert isinstance(received.record, Snapshot)
                 snapshot = received.record
             if origin_id and snapshot.imported is not None:
-                snapshot.imported = snapshot.imported.model_copy(update={"snapshot": origin_id})
+                origin_fields = {"snapshot": origin_id, "signed_id": snapshot.imported.snapshot}
+                snapshot.imported = snapshot.imported.model_copy(update=origin_fields)
             base = await file.stack.enter_async_context(
-                self._import_base_pinned(manifest, snapshot, may_be_hidden=hidden is not None)
+                self._import_base_pinned(manifest, snapshot, file.signer, may_be_hidden=hidden is not None)
             )
             snapshot.names = new_names or [*manifest.names]
             if hidden is not None:
@@ -378,7 +379,7 @@ class Transfers:
 
     @contextlib.asynccontextmanager
     async def _import_base_pinned(
-        self, manifest: Manifest, snapshot: Snapshot, *, may_be_hidden: bool
+        self, manifest: Manifest, snapshot: Snapshot, signer: str, *, may_be_hidden: bool
     ) -> AsyncIterator[ImportBase | None]:
         """Find the snapshot that the file needs, and prevent its removal inside this context.
 
@@ -387,7 +388,10 @@ class Transfers:
         if manifest.base is None:
             yield None
             return
-        base = await self.bases.find_import_base(manifest.base, snapshot, may_be_hidden=may_be_hidden)
+        is_own_file = signer == self.get_signer().fingerprint
+        base = await self.bases.find_import_base(
+            manifest.base, snapshot, signer, is_own_file=is_own_file, may_be_hidden=may_be_hidden
+        )
         async with self._collector.pinned_then_collected(base.snapshot):
             set_lineage(snapshot, base.snapshot)
             yield base

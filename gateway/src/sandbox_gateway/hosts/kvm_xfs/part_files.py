@@ -10,7 +10,7 @@ from types import MappingProxyType
 
 from sandbox_gateway.errors import BackendFailed, Conflict
 from sandbox_gateway.hosts.base import SnapshotPart, StreamEncoding
-from sandbox_gateway.hosts.kvm_xfs.files.reflink import list_data_ranges, list_differing_ranges
+from sandbox_gateway.hosts.kvm_xfs.files.reflink import can_list_extents, list_data_ranges, list_differing_ranges
 from sandbox_gateway.hosts.os_errors import translated_os_errors
 
 
@@ -79,6 +79,9 @@ def _get_path(descriptor: int) -> Path:
 
 
 def _are_comparable(descriptor: int, other: int) -> bool:
-    """Return whether two files have the same size, and are on the same file system."""
+    """Return whether two files have the same size, and are on the same file system, which can list their extents."""
     status, other_status = os.fstat(descriptor), os.fstat(other)
-    return (status.st_dev, status.st_size) == (other_status.st_dev, other_status.st_size)
+    return can_list_extents(descriptor) and (status.st_dev, status.st_size) == (
+        other_status.st_dev,
+        other_status.st_size,
+    )

@@ -20,7 +20,7 @@ from sandbox_gateway.errors import Invalid
 from sandbox_gateway.hosts.base import MEMORY_PARTS, SnapshotPart, SnapshotSource
 from sandbox_gateway.hosts.kvm_xfs import commit_protocol
 from sandbox_gateway.hosts.kvm_xfs.files.layout import SnapshotFiles
-from sandbox_gateway.hosts.kvm_xfs.files.reflink import clone_fd, clone_range
+from sandbox_gateway.hosts.kvm_xfs.files.reflink import clone_or_copy_fd, clone_range, punch_hole
 from sandbox_gateway.hosts.kvm_xfs.files.snapshots import Snapshots
 from sandbox_gateway.hosts.kvm_xfs.memory.image_check import compute_check
 from sandbox_gateway.hosts.kvm_xfs.memory.page_runs import create_runs_from_mask
@@ -96,6 +96,8 @@ class SnapshotFileTarget:
         self._bases: list[SnapshotFileSource] = []
         self._unshareable_parts: set[SnapshotPart] = set()
         """The parts whose file system cannot share extents with the bases."""
+        self._relative_parts: set[SnapshotPart] = set()
+        """The parts that began with the contents of the base."""
         self._stack = ExitStack()
 
     def create(
@@ -108,6 +110,7 @@ class SnapshotFileTarget:
                 descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
                 self._stack.callback(os.close, descriptor)
                 if part in base_paths:
+                    self._relative_parts.add(part)
                     _clone_base(base_paths[part], descriptor, part, sizes[part])
                 else:
                     os.ftruncate(descriptor, sizes[part])
@@ -119,6 +122,9 @@ class SnapshotFileTarget:
     def write(self, part: SnapshotPart, offset: int, data: bytes) -> None:
         descriptor, position = self._descriptors[part], 0
         with translated_os_errors(self._location):
+            is_zero = part in self._relative_parts and data == bytes(len(data))
+            if is_zero and punch_hole(descriptor, offset, len(data)):
+                return
             for start, end in self._share(part, offset, data):
                 write_all(descriptor, data[position:start], offset + position)
                 position = end
@@ -182,7 +188,7 @@ def _clone_base(path: Path, descriptor: int, part: SnapshotPart, size: int) -> N
     with path.open("rb") as base:
         if os.fstat(base.fileno()).st_size != size:
             raise Invalid(f"the {part} of the snapshot that the file needs has another size here: import a whole file")
-        clone_fd(base.fileno(), descriptor)
+        clone_or_copy_fd(base.fileno(), descriptor)
 
 
 def _list_paths(files: SnapshotFiles, *, memory: bool) -> dict[SnapshotPart, Path]:

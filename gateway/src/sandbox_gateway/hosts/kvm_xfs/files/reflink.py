@@ -9,6 +9,7 @@ import contextlib
 import ctypes
 import errno
 import fcntl
+import heapq
 import math
 import os
 import struct
@@ -43,6 +44,8 @@ _FIEMAP_EXTENT = np.dtype(
         ("reserved", np.uint32, 3),
     ]
 )
+_FALLOC_FL_KEEP_SIZE, _FALLOC_FL_PUNCH_HOLE = 1, 2
+_BLOCK_BYTES = 4096
 _BATCH_EXTENT_COUNT = 4096
 _MAX_COMPARED_EXTENTS = 1 << 20
 """The maximum number of extents of two files that ``list_differing_ranges`` holds in memory, 24 bytes each."""
@@ -97,16 +100,40 @@ def clone(source: Path, target: Path, mode: int = 0o600) -> None:
 def clone_or_copy(source: Path, target: Path, mode: int = 0o600) -> None:
     """Create ``target``, which must not exist, with the contents of ``source``. On failure, ``target`` is removed.
 
+    See ``clone_or_copy_fd``.
+    """
+    with source.open("rb") as origin, _created_file(target, mode) as descriptor:
+        clone_or_copy_fd(origin.fileno(), descriptor)
+
+
+def clone_or_copy_fd(source: int, target: int) -> None:
+    """Give the empty file ``target`` the contents of ``source``.
+
     The files share extents if their file systems allow that. Otherwise the data is copied; holes remain holes.
     Raises OSError.
     """
-    with source.open("rb") as origin, _created_file(target, mode) as descriptor:
-        try:
-            fcntl.ioctl(descriptor, _FICLONE, origin.fileno())
-        except OSError as error:
-            if error.errno not in _UNSUPPORTED_ERRNOS:
-                raise
-            _copy_data(origin.fileno(), descriptor)
+    try:
+        fcntl.ioctl(target, _FICLONE, source)
+    except OSError as error:
+        if error.errno not in _UNSUPPORTED_ERRNOS:
+            raise
+        _copy_data(source, target)
+
+
+def can_list_extents(descriptor: int) -> bool:
+    """Return whether the file system of a file can list its extents."""
+    try:
+        # With room for 0 extents, the kernel only counts them.
+        fcntl.ioctl(descriptor, _FS_IOC_FIEMAP, bytearray(_FIEMAP_HEADER.pack(0, _BLOCK_BYTES, 0, 0, 0, 0)))
+    except OSError:
+        return False
+    return True
+
+
+def punch_hole(descriptor: int, offset: int, length: int) -> bool:
+    """Free a range of a file, which then reads as zeros. Returns False if that is not possible."""
+    flags = _FALLOC_FL_PUNCH_HOLE | _FALLOC_FL_KEEP_SIZE
+    return bool(_libc.fallocate(descriptor, flags, ctypes.c_long(offset), ctypes.c_long(length)) == 0)
 
 
 @contextlib.contextmanager
@@ -219,7 +246,7 @@ def list_differing_ranges(path: Path, other: Path) -> Iterator[tuple[int, int]]:
     """Flush dirty data, then yield the (start, end) of each range of a file that may differ from ``other``.
 
     Ranges that share their blocks, or are holes in both files, are equal. The files must have the same size, and be on
-    the same file system. If they are fragmented too much, yields the whole file.
+    the same file system. If they are fragmented too much, only holes in both are equal.
     """
     size = path.stat().st_size
     rows, other_rows = (
@@ -227,7 +254,7 @@ def list_differing_ranges(path: Path, other: Path) -> Iterator[tuple[int, int]]:
     )
     count = sum(len(each) for each in (*rows, *other_rows))
     if count > _MAX_COMPARED_EXTENTS:
-        yield 0, size
+        yield from _list_data_of_both(path, other)
         return
     extents, other_extents = (np.concatenate([_NO_ROWS, *each]).astype(np.int64) for each in (rows, other_rows))
     bounds = np.unique(np.concatenate([_list_bounds(extents), _list_bounds(other_extents)]))
@@ -237,6 +264,19 @@ def list_differing_ranges(path: Path, other: Path) -> Iterator[tuple[int, int]]:
     for start, end in bounds[changes].reshape(-1, 2).tolist():
         if start < size:
             yield start, min(end, size)
+
+
+def _list_data_of_both(path: Path, other: Path) -> Iterator[tuple[int, int]]:
+    """Yield the (start, end) of each range that is not a hole in both files."""
+    with path.open("rb") as file, other.open("rb") as other_file:
+        unfinished: tuple[int, int] | None = None
+        for start, end in heapq.merge(*(list_data_ranges(each.fileno()) for each in (file, other_file))):
+            if unfinished is not None and start > unfinished[1]:
+                yield unfinished
+                unfinished = None
+            unfinished = (start, end) if unfinished is None else (unfinished[0], max(unfinished[1], end))
+        if unfinished is not None:
+            yield unfinished
 
 
 def _list_bounds(extents: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
