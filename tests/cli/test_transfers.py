@@ -11,7 +11,9 @@ import httpx
 import pytest
 
 from sandbox_gateway.cli.failure import ExitCode
+from sandbox_gateway.engine.transfer.container import Decoder
 from sandbox_gateway.engine.transfer.interrupted import InterruptedImport
+from sandbox_gateway.engine.transfer.manifest import Manifest
 from sandbox_gateway.records import Snapshot, SnapshotKind
 from tests.api.test_transfers import interrupt_import, make_foreign_file, record_skipped_sizes
 from tests.cli.running import SANDBOXCTL_COMMAND, Run, check_success
@@ -160,9 +162,18 @@ def test_a_volume_is_exported_and_imported(run: Run, memory_gateway: MemoryGatew
     assert refusal.code != 0 and "sandboxctl volume import" in refusal.err
 
 
-def test_a_host_of_virtual_machines_exports_only_whole_snapshots(
-    run: Run, taken_snapshot: None, tmp_path: Path
-) -> None:
-    refusal = run("snapshot", "export", "taken", str(tmp_path / "file"), "--since", "base")
-    assert refusal.code != 0 and "only jail hosts can export what has changed" in refusal.err
+def test_a_snapshot_is_not_exported_since_itself(run: Run, taken_snapshot: None, tmp_path: Path) -> None:
+    refusal = run("snapshot", "export", "taken", str(tmp_path / "file"), "--since", "taken")
+    assert refusal.code != 0 and "cannot be exported since itself" in refusal.err
     assert not [*tmp_path.iterdir()]
+    run("snapshot", "export", "taken", str(tmp_path / "file"), "--since", "base")
+    manifest = read_manifest(tmp_path / "file")
+    assert manifest.base is not None and manifest.base.names == ["base"]
+
+
+def read_manifest(path: Path) -> Manifest:
+    decoder = Decoder()
+    decoder.feed(path.read_bytes())
+    manifest = decoder.read_manifest()
+    assert isinstance(manifest, Manifest)
+    return manifest

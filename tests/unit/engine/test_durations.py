@@ -106,7 +106,7 @@ async def import_volume_copy(engine: Engine) -> None:
 async def leave_and_arrive(engine: Engine) -> None:
     """Move a sandbox away, and then to this host again."""
     sandbox = await engine.moves.depart("a", "move", "h2")
-    export = await engine.moves.export(sandbox.id, "move", memory=True)
+    export = await engine.moves.export(sandbox.id, "move", memory=True, after_first_pass=False)
     pieces = [piece async for piece in export.read_pieces()]
     await export.close()
     data = engine.moves.describe_for_target(sandbox)

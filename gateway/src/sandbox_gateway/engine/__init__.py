@@ -28,7 +28,8 @@ groups each group uses.
 * Operations that are built on the primitives: ``snapshots`` and ``lineage``, ``forks``, ``sandboxes``, ``templates``.
   Their steps: ``fork_plan``, ``mount_plan``, ``replacement``, ``template_builder``, ``builds``,
   ``image_steps``; ``dockerfiles`` and ``build_context_patterns`` translate Dockerfiles to such steps.
-* ``moves``: sandboxes that leave for another host of the fleet, and those that arrive.
+* ``moves``: sandboxes that leave for another host of the fleet, and those that arrive; ``first_passes`` sends most of
+  their data before they are paused.
 * Snapshots and templates in registries: `transfer.artifacts`, which uses `transfer.transfers` and ``templates``.
 * Work that no request triggers: ``loads`` measures sandboxes; ``recovery`` runs at start-up; ``expiry``. Groups above
   also have such work, which `Engine.open` starts: ``prewarm``, ``room``, and the removal of files that
