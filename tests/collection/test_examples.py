@@ -28,7 +28,7 @@ REGISTRY = "registry.example"
 IDENTITY_PATH, RECIPIENT = "/root/backup-key.txt", "age1ql3z7hjy54pw3hyww5ayyfg7zqgvc7w3j2elw8zmrj2kg5sfn9aqmcac8p"
 DOCKERFILE_PATH = "/srv/api/Dockerfile"
 OPTIONS_OF_OTHER_GATEWAYS = {"placement"}
-EXPORTED_FILE_PATHS = ("/srv/before-upgrade.snapshot", "/srv/code-tuesday.volume")
+EXPORTED_FILE_PATHS = ("/srv/before-upgrade.snapshot", "/srv/tuesday.snapshot", "/srv/code-tuesday.volume")
 SETUP_TASKS: dict[str, list[Task]] = {
     "sandbox": [{"grove.sandbox.sandbox_volume": {"name": "data"}}],
     "sandbox_snapshot": [
@@ -40,6 +40,7 @@ SETUP_TASKS: dict[str, list[Task]] = {
                 "volumes": [{"name": "data", "path": "/srv/data"}],
             }
         },
+        {"grove.sandbox.sandbox_snapshot": {"name": "monday", "sandbox": "web"}},
     ],
     "sandbox_fork": [
         {"grove.sandbox.sandbox_volume": {"name": ["cache", "data"]}},

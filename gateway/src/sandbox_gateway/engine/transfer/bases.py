@@ -72,9 +72,9 @@ class Bases:
         """
         if not self._host.abilities.incremental_transfer:
             raise Unsupported("this host cannot export what has changed since another snapshot: omit 'since'")
-        if base.id == snapshot.id:
-            raise Invalid("a snapshot cannot be exported since itself: use an earlier one, or omit 'since'")
         if self._host.abilities.any_transfer_base:
+            if base.id == snapshot.id:
+                raise Invalid("a snapshot cannot be exported since itself: use an earlier one, or omit 'since'")
             return 0
         guids = await self._host.find_export_bases(snapshot)
         if base.id in guids:
