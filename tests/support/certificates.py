@@ -39,7 +39,7 @@ class Certificate:
 
 
 class Authority:
-    """A certificate authority, whose certificates are for 127.0.0.1."""
+    """A certificate authority, whose certificates are for 127.0.0.1 by default."""
 
     def __init__(self, directory: Path, name: str = "ca") -> None:
         directory.mkdir(exist_ok=True)
@@ -58,13 +58,13 @@ class Authority:
             self._issued[name] = self.issue(name)
         return self._issued[name]
 
-    def issue(self, name: str) -> Certificate:
-        """Create a certificate for a server and a client at 127.0.0.1."""
+    def issue(self, name: str, address: str = "127.0.0.1") -> Certificate:
+        """Create a certificate for a server and a client at an IP address."""
         cert, key = self._directory / f"{name}.pem", self._directory / f"{name}.key"
         _run_openssl(
             *("req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:P-256", "-nodes", "-days", "1"),
             *("-CA", str(self._ca), "-CAkey", str(self._key), "-subj", f"/CN={name}"),
-            *("-addext", "subjectAltName=IP:127.0.0.1", "-addext", "basicConstraints=critical,CA:FALSE"),
+            *("-addext", f"subjectAltName=IP:{address}", "-addext", "basicConstraints=critical,CA:FALSE"),
             *("-keyout", str(key), "-out", str(cert)),
         )
         return Certificate(self._ca, cert, key)

@@ -17,7 +17,8 @@ from tests.support.certificates import Certificate
 class Etcd:
     """One server, with its own data directory and ports. With ``certificate``, only clients of its authority connect.
 
-    ``members``: the peer addresses of all members of its cluster, by name. By default, the server is the only member.
+    ``address``: the IP address at which clients reach it. ``members``: the peer addresses of all members of its
+    cluster, by name. By default, the server is the only member.
     """
 
     def __init__(
@@ -26,9 +27,11 @@ class Etcd:
         *,
         certificate: Certificate | None = None,
         name: str = "default",
+        address: str = "127.0.0.1",
         members: dict[str, str] | None = None,
     ) -> None:
         self._directory = directory
+        self._address = address
         self._certificate = certificate
         self._name = name
         self._members = members or {name: f"http://127.0.0.1:{session.allocate_port()}"}
@@ -37,7 +40,7 @@ class Etcd:
 
     @property
     def endpoint(self) -> str:
-        return f"{'https' if self._certificate else 'http'}://127.0.0.1:{self.port}"
+        return f"{'https' if self._certificate else 'http'}://{self._address}:{self.port}"
 
     def start(self, *, wait: bool = True) -> None:
         self._directory.mkdir(exist_ok=True)
@@ -109,9 +112,13 @@ def running_etcd(directory: Path, certificate: Certificate | None = None) -> Ite
 
 
 @contextlib.contextmanager
-def running_cluster(directory: Path, names: Sequence[str] = ("a", "b", "c")) -> Iterator[list[Etcd]]:
-    members = {name: f"http://127.0.0.1:{session.allocate_port()}" for name in names}
-    servers = [Etcd(directory / name, name=name, members=members) for name in names]
+def running_cluster(directory: Path, addresses: Sequence[str] = ("127.0.0.1",) * 3) -> Iterator[list[Etcd]]:
+    """Run a cluster with a member at each of ``addresses``. The members reach each other at 127.0.0.1."""
+    members = {f"m{number}": f"http://127.0.0.1:{session.allocate_port()}" for number in range(len(addresses))}
+    servers = [
+        Etcd(directory / name, name=name, address=address, members=members)
+        for name, address in zip(members, addresses, strict=True)
+    ]
     try:
         for server in servers:
             server.start(wait=False)
