@@ -112,12 +112,18 @@ def running_etcd(directory: Path, certificate: Certificate | None = None) -> Ite
 
 
 @contextlib.contextmanager
-def running_cluster(directory: Path, addresses: Sequence[str] = ("127.0.0.1",) * 3) -> Iterator[list[Etcd]]:
-    """Run a cluster with a member at each of ``addresses``. The members reach each other at 127.0.0.1."""
+def running_cluster(
+    directory: Path, addresses: Sequence[str] = ("127.0.0.1",) * 3, certificates: Sequence[Certificate | None] = ()
+) -> Iterator[list[Etcd]]:
+    """Run a cluster with a member at each of ``addresses``. The members reach each other at 127.0.0.1.
+
+    ``certificates``: the certificate of each member, if only clients of its authority may connect.
+    """
+    certificates = certificates or [None] * len(addresses)
     members = {f"m{number}": f"http://127.0.0.1:{session.allocate_port()}" for number in range(len(addresses))}
     servers = [
-        Etcd(directory / name, name=name, address=address, members=members)
-        for name, address in zip(members, addresses, strict=True)
+        Etcd(directory / name, name=name, address=address, certificate=certificate, members=members)
+        for name, address, certificate in zip(members, addresses, certificates, strict=True)
     ]
     try:
         for server in servers:

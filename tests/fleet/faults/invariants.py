@@ -45,7 +45,7 @@ def _read_keys(fleet: FleetProcesses) -> dict[str, _Key]:
     """Return all keys in etcd, without their prefix. Raises httpx.HTTPError."""
     start, end = (base64.b64encode(key.encode()).decode() for key in (_PREFIX, _PREFIX[:-1] + "0"))
     body = {"key": start, "range_end": end}
-    response = httpx.post(f"{fleet.members[0].endpoint}/v3/kv/range", json=body, timeout=10, trust_env=False)
+    response = httpx.post(f"{fleet.members[0].endpoint}/v3/kv/range", json=body, timeout=10, verify=fleet.etcd_tls)
     response.raise_for_status()
     return {
         base64.b64decode(each["key"]).decode().removeprefix(_PREFIX): _Key(

@@ -21,7 +21,7 @@ import httpx
 from sandbox_gateway.records import Sandbox, Snapshot
 from tests.fleet.faults.network import Network, created_network
 from tests.support import session
-from tests.support.certificates import Authority
+from tests.support.certificates import Authority, Certificate
 from tests.support.etcd import Etcd, running_cluster
 
 _START_SECONDS = 60.0
@@ -57,15 +57,12 @@ class GatewayProcess:
             self._process = subprocess.Popen(
                 self._command, stdout=subprocess.PIPE, stderr=log, stdin=subprocess.DEVNULL, env=environment, text=True
             )
-        self._read_line()
-        self._socket = self._read_line()
-
-    def _read_line(self) -> str:
-        assert self._process and self._process.stdout
+        assert self._process.stdout
         readable, _, _ = select.select([self._process.stdout], [], [], _START_SECONDS)
-        line = self._process.stdout.readline().strip() if readable else ""
-        assert line, f"the gateway of {self.name} did not start: {self._read_log_tail()}"
-        return line
+        # It prints both lines, its port and its socket, at once.
+        lines = [self._process.stdout.readline().strip() for _ in range(2)] if readable else [""]
+        assert lines[-1], f"the gateway of {self.name} did not start: {self._read_log_tail()}"
+        self._socket = lines[-1]
 
     def _read_log_tail(self) -> str:
         return (self.root / "log").read_text()[-3000:]
@@ -134,8 +131,12 @@ class GatewayProcess:
 class FleetProcesses:
     """Gateways of the hosts h1, h2, …, and a cluster of etcd, in one network."""
 
-    def __init__(self, root: Path, network: Network, members: list[Etcd], addresses: list[str]) -> None:
+    def __init__(
+        self, root: Path, network: Network, members: list[Etcd], addresses: list[str], certificate: Certificate
+    ) -> None:
+        """``addresses``: those of the members. ``certificate``: of a client of etcd."""
         self.root = root
+        self.etcd_tls = certificate.create_client_context()
         self.network = network
         self.members = members
         self.member_addresses = addresses
@@ -180,8 +181,9 @@ def running_fleet(root: Path, authority: Authority, host_count: int = 3) -> Iter
     with contextlib.ExitStack() as stack:
         network = stack.enter_context(created_network())
         addresses = network.create(_ETCD_MEMBERS)
-        members = stack.enter_context(running_cluster(root, addresses))
-        fleet = FleetProcesses(root, network, members, addresses)
+        certificates = [authority.issue(f"etcd-{address}", address) for address in addresses]
+        members = stack.enter_context(running_cluster(root, addresses, certificates))
+        fleet = FleetProcesses(root, network, members, addresses, certificates[0])
         stack.callback(fleet.end)
         for number in range(1, host_count + 1):
             fleet.add(f"h{number}", authority)
