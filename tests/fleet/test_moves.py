@@ -556,3 +556,21 @@ def test_an_older_release_refuses_the_record_of_a_sandbox_that_moves() -> None:
     assert record["state"] not in [each.value for each in SandboxState]
     assert parse_record(Sandbox, record) == sandbox
     assert sandbox.model_copy(update={"departure": None}).model_dump(mode="json")["state"] == "paused"
+
+
+def test_a_sandbox_is_departing_until_its_host_has_resumed_it(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    """If the gateway is killed while it takes the sandbox back, it does so after its start."""
+    one, two = _start(world, "h1", "h2")
+    id = _create(one)["sandboxID"]
+    two.host.failing_names = {"web"}
+    held = Held(one, "fork", monkeypatch)
+    move = threading.Thread(target=_move, args=(one, "web", "h2", 500))
+    move.start()
+    wait_until(lambda: held.count == 1)
+    assert one.host.saved_sandboxes[id].departure is not None
+    held.release()
+    move.join(60)
+    record = one.host.saved_sandboxes[id]
+    assert (record.departure, record.state) == (None, SandboxState.RUNNING)
+    assert _exec(one, "web", "read", "key") == "value"
+    wait_until(lambda: _list_rest(one, two) == [])

@@ -158,20 +158,24 @@ class Moves:
         return await self._transfers.export_hidden(sandbox.departure.snapshot, memory=memory, since=since)
 
     async def take_back(self, id: str, move: str, reason: str) -> None:
-        """End the departure of a sandbox, which then continues here. ``reason``: a clause."""
+        """End the departure of a sandbox, which then continues here. ``reason``: a clause.
+
+        The sandbox is departing until it runs, so that a gateway that is killed meanwhile repeats this.
+        """
         async with self._locking.departing_sandbox_locked(id):
             sandbox = self.find_departing(id, move)
             if sandbox is None or sandbox.departure is None:
                 return
-            resumes = sandbox.departure.resumes
-            changes: dict[str, Any] = {"state_reason": reason} if resumes else {}
+            if sandbox.departure.resumes:
+                try:
+                    await self._sandboxes.resume_locked(sandbox, departure=None)
+                    return
+                except GatewayError as error:
+                    message = "a sandbox could not be resumed after its move had failed"
+                    log.error(message, sandbox=id, reason=error.message)
+            changes: dict[str, Any] = {"state_reason": reason} if sandbox.departure.resumes else {}
             await save_sandbox(self._context, id, departure=None, **changes)
             await self._collector.collect()
-        if resumes:
-            try:
-                await self._sandboxes.resume(id)
-            except GatewayError as error:
-                log.error("a sandbox could not be resumed after its move had failed", sandbox=id, reason=error.message)
 
     async def complete_departure(self, id: str, move: str) -> None:
         """Remove a sandbox that its target has adopted."""

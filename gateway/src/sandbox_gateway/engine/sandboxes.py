@@ -6,7 +6,6 @@ import asyncio
 import contextlib
 from collections import Counter
 from collections.abc import AsyncIterator, Iterator, Sequence
-from datetime import datetime
 from typing import Any
 
 from sandbox_gateway.engine.agents import Agents
@@ -227,17 +226,23 @@ class Sandboxes:
         async with self._locking.sandbox_locked(ref) as sandbox:
             if sandbox.state is SandboxState.RUNNING:
                 raise Conflict(f"sandbox {sandbox.id} is already running: only a paused sandbox can be resumed")
-            is_expired = sandbox.end_at is not None and sandbox.end_at <= now()
-            if isinstance(timeout, Unset) and is_expired:
-                timeout = sandbox.timeout or UNSET
-            keeps_end_time = isinstance(timeout, Unset) and not is_expired
-            end_at = sandbox.end_at if keeps_end_time else compute_end_time(timeout, self._context.config)
-            if sandbox.pause_snapshot:
-                return await self._resume_from_snapshot(sandbox, end_at, cold_start or sandbox.cold_start)
-            async with self._locking.mounts_shared(sandbox):
-                return await finish_despite_cancellation(self._resume_from_disk(sandbox, end_at))
+            return await self.resume_locked(sandbox, timeout=timeout, cold_start=cold_start)
 
-    async def _resume_from_snapshot(self, sandbox: Sandbox, end_at: datetime | None, cold_start: bool) -> Sandbox:
+    async def resume_locked(
+        self, sandbox: Sandbox, *, timeout: float | Unset | None = UNSET, cold_start: bool = False, **changes: Any
+    ) -> Sandbox:
+        """Resume a paused sandbox that the caller has locked. ``changes``: other fields of its new record."""
+        is_expired = sandbox.end_at is not None and sandbox.end_at <= now()
+        if isinstance(timeout, Unset) and is_expired:
+            timeout = sandbox.timeout or UNSET
+        keeps_end_time = isinstance(timeout, Unset) and not is_expired
+        changes["end_at"] = sandbox.end_at if keeps_end_time else compute_end_time(timeout, self._context.config)
+        if sandbox.pause_snapshot:
+            return await self._resume_from_snapshot(sandbox, cold_start or sandbox.cold_start, changes)
+        async with self._locking.mounts_shared(sandbox):
+            return await finish_despite_cancellation(self._resume_from_disk(sandbox, changes))
+
+    async def _resume_from_snapshot(self, sandbox: Sandbox, cold_start: bool, changes: dict[str, Any]) -> Sandbox:
         snapshot = self._index.snapshots.get(sandbox.pause_snapshot)
         if snapshot is None:
             message = (
@@ -246,20 +251,15 @@ class Sandboxes:
             )
             raise NotFound("snapshot", sandbox.pause_snapshot, message=message, resource="sandbox")
         resumed_sandbox = await self._replacement.replace(
-            sandbox, snapshot, from_disk=cold_start, end_at=end_at, cold_start=False
+            sandbox, snapshot, from_disk=cold_start, cold_start=False, **changes
         )
         self._events.publish("sandbox.resumed", sandboxID=sandbox.id)
         return resumed_sandbox
 
-    async def _resume_from_disk(self, sandbox: Sandbox, end_at: datetime | None) -> Sandbox:
+    async def _resume_from_disk(self, sandbox: Sandbox, changes: dict[str, Any]) -> Sandbox:
         resumed_sandbox = sandbox.model_copy(deep=True)
         await self._machines.boot(resumed_sandbox)
-        changes: dict[str, Any] = {
-            "state": SandboxState.RUNNING,
-            "state_reason": "",
-            "end_at": end_at,
-            "started_at": now(),
-        }
+        changes = {**changes, "state": SandboxState.RUNNING, "state_reason": "", "started_at": now()}
         try:
             resumed_sandbox = await save_sandbox(self._context, sandbox.id, host=resumed_sandbox.host, **changes)
         except BaseException:
