@@ -9,14 +9,14 @@ import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
-from typing import Any
+from typing import Any, NoReturn
 
 import httpx
 import pytest
 
 from sandbox_gateway.fleet import membership
 from sandbox_gateway.fleet.directory import Directory
-from sandbox_gateway.fleet.store import Store
+from sandbox_gateway.fleet.store import Store, StoreUnavailable
 from tests.fleet.world import FleetHost, Held, World, running_process
 from tests.support.etcd import Etcd, running_etcd
 from tests.support.memory_gateway import ADMIN_KEY
@@ -160,6 +160,29 @@ def test_while_etcd_is_away_only_new_names_are_refused(world: World) -> None:
     wait_until(lambda: f"{unnamed.json()['snapshotID']}/h1" in _read_keys(world.etcd))
     wait_until(lambda: not {"web/h1", f"{sandbox}/h1", "app/h1"} & _read_keys(world.etcd).keys())
     wait_until(lambda: _create(one, "app").status_code == 201)
+
+
+def test_a_gateway_without_etcd_finds_objects_that_it_has_not_seen(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one, two = _start_with_templates(world, "h1", "h2")
+
+    def fail(*_: object) -> NoReturn:
+        raise StoreUnavailable("etcd does not answer")
+
+    # Only this gateway is separated from etcd.
+    store = one.get_directory()._store
+    monkeypatch.setattr(one.get_directory()._view, "_apply", lambda *_, **__: None)
+    monkeypatch.setattr(store, "_send", fail)
+    store._set_away("no answer in time")
+    assert _create(two, "web").status_code == 201
+    with one.client() as client:
+        assert client.get("/sandboxes/nowhere").status_code == 404
+        assert client.get("/sandboxes/web").json()["sandboxHost"] == "h2"
+        assert client.delete("/sandboxes/web").status_code == 204
+        assert client.get("/sandboxes/web").status_code == 404
+        with two.hanging():
+            assert client.get("/sandboxes/web").status_code == 503, "h2 may have it"
 
 
 def test_an_empty_etcd_is_filled_from_the_hosts(world: World) -> None:

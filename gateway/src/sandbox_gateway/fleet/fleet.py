@@ -47,6 +47,11 @@ class Fleet:
     def name(self) -> str:
         return self.settings.name
 
+    @property
+    def is_etcd_away(self) -> bool:
+        """Whether etcd has not answered the last request, so that the view may lack new objects."""
+        return self._store.is_away
+
     async def open(self) -> None:
         """Join the fleet, after the engine has been opened. Raises Invalid or Conflict if it cannot be joined."""
         await self.membership.join()

@@ -76,14 +76,17 @@ class Locator:
     async def find_host(self, kind: Kind, ref: str, headers: RawHeaders) -> str:
         """Return the host of an object, or this host if it has the object, or if no host has it.
 
-        ``headers``: those with which other hosts are asked for templates that are being built. Raises Conflict if the
-        name stands for different objects.
+        ``headers``: those with which other hosts are asked for templates that are being built, and, while etcd is away,
+        for objects that this gateway does not know. Empty: they are not asked for the latter. Raises Conflict if the
+        name stands for different objects, and HostUnavailable if a host that is asked does not answer.
         """
         if not 0 < len(ref) <= MAX_REF_LENGTH or self.is_here(kind, ref):
             return self._fleet.name
         holders = await self.find_holders(kind, ref)
         if not holders:
-            return await self._find_build(ref, headers) if kind == "template" else self._fleet.name
+            if kind == "template":
+                return await self._find_build(ref, headers)
+            return await self._find_without_etcd(kind, ref, headers)
         first, *others = sorted(holders, key=self._rank)
         if any(not first.may_share_name(other) for other in others):
             hosts = ", ".join(sorted(holder.host for holder in holders))
@@ -115,6 +118,18 @@ class Locator:
         """Return the order in which hosts with copies are asked: running ones first, and the newest template first."""
         age = -holder.created_at.timestamp() if holder.created_at else 0.0
         return holder.host not in self._fleet.view.members, age, holder.host
+
+    async def _find_without_etcd(self, kind: Kind, ref: str, headers: RawHeaders) -> str:
+        """Return the host of an object that the view lacks because etcd is away, or this host if none has it."""
+        if not headers or not self._fleet.is_etcd_away:
+            return self._fleet.name
+        host, silent_hosts = await self._ask_others(kind, ref, headers)
+        if not host and silent_hosts:
+            raise HostUnavailable(
+                f"the {kind} {ref!r} is not known here while etcd is away, and these hosts do not answer: "
+                f"{', '.join(silent_hosts)}. Try again later"
+            )
+        return host or self._fleet.name
 
     async def _find_build(self, ref: str, headers: RawHeaders) -> str:
         """Return the host that is building a template, which is not in the directory yet, or this host."""
