@@ -77,6 +77,7 @@ class Injector:
             time.sleep(0.05)
 
     def _restart(self, gateway: GatewayProcess) -> None:
+        self._model.killed_hosts.add(gateway.name)
         gateway.kill()
         time.sleep(self._random.uniform(*_DOWN_SECONDS))
         gateway.start()

@@ -172,13 +172,13 @@ def resolve(fleet: FleetProcesses, model: Model) -> list[str]:
 def _resolve_sandboxes(model: Model, hosts: Mapping[str, Objects]) -> Iterator[str]:
     found = {id: (host, each) for host, objects in hosts.items() for id, each in objects.sandboxes.items()}
     ids = {each.name: id for id, (_, each) in found.items()}
-    parts: defaultdict[int, set[bool]] = defaultdict(set)
+    parts: defaultdict[int, list[tuple[str, bool]]] = defaultdict(list)
     for fact in model.sandboxes:
         is_creation_unknown = fact.presence is Presence.UNKNOWN and not fact.id
         id = fact.id or next((ids[name] for name in fact.names if name in ids), "")
         host, sandbox = found.pop(id, ("", None))
         if is_creation_unknown:
-            parts[fact.request].add(sandbox is not None)
+            parts[fact.request].append((fact.host, sandbox is not None))
         if sandbox is None:
             if fact.presence is Presence.PRESENT:
                 yield f"sandbox {fact.id} {fact.names} is lost"
@@ -191,7 +191,16 @@ def _resolve_sandboxes(model: Model, hosts: Mapping[str, Objects]) -> Iterator[s
         yield from _check_value(fact, hosts[host].disks.get(sandbox.instance, {}).get(KEY), f"sandbox {id}")
         fact.id, fact.names, fact.presence, fact.is_settled = id, {sandbox.name}, Presence.PRESENT, True
     yield from (f"sandbox {id} {each.name} of {host} belongs to no request" for id, (host, each) in found.items())
-    yield from (f"request {number} has created only a part" for number, each in parts.items() if len(each) > 1)
+    for number, part in parts.items():
+        missing_hosts = {host for host, exists in part if not exists}
+        if missing_hosts and any(exists for _, exists in part):
+            problem = f"request {number} has created nothing on {sorted(missing_hosts)}, but its other sandboxes"
+            # A share is only in memory until it is committed. A host that is killed after the decision loses it.
+            if missing_hosts <= model.killed_hosts:
+                model.known_defects.append(problem)
+            else:
+                yield problem
+    model.killed_hosts.clear()
     model.sandboxes[:] = [each for each in model.sandboxes if each.presence is Presence.PRESENT]
 
 

@@ -33,6 +33,8 @@ class SandboxFact:
     """Empty while it is unknown whether it was created."""
     request: int = 0
     """The number of the request that has created it: either all sandboxes of a request exist, or none."""
+    host: str = ""
+    """The host on which it was to be created."""
     is_settled: bool = True
     """False after a move or a write whose outcome is unknown, and that may still be going on."""
     data_lock: threading.Lock = field(default_factory=threading.Lock)
@@ -80,6 +82,10 @@ class Model:
         self.snapshots: list[SnapshotFact] = []
         self.violations: list[str] = []
         """What was wrong even before the fleet was quiet."""
+        self.killed_hosts: set[str] = set()
+        """The hosts whose gateways were killed in this batch."""
+        self.known_defects: list[str] = []
+        """Violations with a known cause that is not mended yet."""
         self.history = History()
         self._numbers = itertools.count(1)
         self._lock = threading.Lock()

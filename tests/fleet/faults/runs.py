@@ -122,6 +122,9 @@ class FaultRun:
     def count_faults(self) -> int:
         return sum(count for kind, count in self.faults.items() if kind in FAULTS)
 
+    def list_known_defects(self) -> list[str]:
+        return self._model.known_defects
+
     def format_counts(self) -> str:
         """Return tables of the faults, by kind, and of the operations, by kind and outcome."""
         reached = {kind: count for kind, count in sorted(self.faults.items()) if kind in FAULTS}

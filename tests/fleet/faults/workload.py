@@ -121,6 +121,8 @@ class Client:
         facts = [self._create_fact(snapshot, request) for _ in self._model.hosts]
         names = [name for fact in facts for name in fact.names]
         placement = {"hosts": self._random.sample(self._model.hosts, len(facts))}
+        for fact, host in zip(facts, placement["hosts"], strict=True):
+            fact.host = host
         outcome = self._request(
             "fork on all hosts", "POST", f"/snapshots/{snapshot.name}/fork", {"names": names, "placement": placement}
         )
