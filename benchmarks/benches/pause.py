@@ -144,13 +144,13 @@ def _report(result: Result, captures: _Captures, waits: _Waits) -> None:
     result.add_measure(
         "pause", "source pause, measured by the host", samples=pauses, floor="floor", target=Target("ratio", 1.15)
     )
-    spread = compute_percentile(pauses, 95) / compute_percentile(pauses, 50)
-    result.add_measure(
-        "spread", "p95 of the pause, divided by its p50", "count", samples=[spread], target=Target("p50", 2)
-    )
     phases = [snapshot.host["phases_ms"] for snapshot in captures.snapshots]
     result.add_parts(
         "pause", _PHASE_TITLES, {key: [each[key] for each in phases if key in each] for key in _PHASE_TITLES}
+    )
+    spread = compute_percentile(pauses, 95) / compute_percentile(pauses, 50)
+    result.add_measure(
+        "spread", "p95 of the pause, divided by its p50", "count", samples=[spread], target=Target("p50", 2)
     )
     result.add_measure("quiet", "floor: longest wait for a ping, no capture", samples=waits.before_captures)
     result.add_measure(

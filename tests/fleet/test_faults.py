@@ -1,4 +1,4 @@
-"""Random faults, while concurrent clients use a fleet: gateways and etcd in processes and networks of their own.
+"""Random faults, while clients use a fleet whose gateways run in processes and networks of their own.
 
 `./dev test faults` injects 300 faults, or as many as GROVE_FAULTS says. GROVE_FAULT_SEED repeats a run: the faults, and
 the choices of the clients as far as they do not depend on the times of answers.
@@ -41,5 +41,3 @@ def test_no_fault_loses_or_duplicates_anything(
         while (injected := run.count_faults()) < count:
             run.run_batch(min(_BATCH_FAULTS, count - injected))
     print(f"{time.monotonic() - start:.0f} s")
-    if defects := run.list_known_defects():
-        pytest.xfail(f"a host that was killed after the decision about a fork has lost its share: {defects}")

@@ -195,9 +195,9 @@ def _resolve_sandboxes(model: Model, hosts: Mapping[str, Objects]) -> Iterator[s
         missing_hosts = {host for host, exists in part if not exists}
         if missing_hosts and any(exists for _, exists in part):
             problem = f"request {number} has created nothing on {sorted(missing_hosts)}, but its other sandboxes"
-            # A share is only in memory until it is committed. A host that is killed after the decision loses it.
+            # A share is only in memory until it is committed: see docs/fleets.md, "Failures".
             if missing_hosts <= model.killed_hosts:
-                model.known_defects.append(problem)
+                model.lost_shares.append(problem)
             else:
                 yield problem
     model.killed_hosts.clear()

@@ -84,8 +84,8 @@ class Model:
         """What was wrong even before the fleet was quiet."""
         self.killed_hosts: set[str] = set()
         """The hosts whose gateways were killed in this batch."""
-        self.known_defects: list[str] = []
-        """Violations with a known cause that is not mended yet."""
+        self.lost_shares: list[str] = []
+        """Shares of forks on several hosts that do not exist, because their hosts were killed after the decision."""
         self.history = History()
         self._numbers = itertools.count(1)
         self._lock = threading.Lock()

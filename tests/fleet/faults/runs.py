@@ -122,9 +122,6 @@ class FaultRun:
     def count_faults(self) -> int:
         return sum(count for kind, count in self.faults.items() if kind in FAULTS)
 
-    def list_known_defects(self) -> list[str]:
-        return self._model.known_defects
-
     def format_counts(self) -> str:
         """Return tables of the faults, by kind, and of the operations, by kind and outcome."""
         reached = {kind: count for kind, count in sorted(self.faults.items()) if kind in FAULTS}
@@ -132,6 +129,7 @@ class FaultRun:
         lines = [f"seed {self._seed}: {self.count_faults()} faults in {self._batch} batches"]
         lines += [f"{count:6}  {kind}" for kind, count in reached.items()]
         lines += [f"{missed:6}  (steps at which a gateway was to be killed, but that were not reached)"]
+        lines += [f"{len(self._model.lost_shares):6}  (shares of forks that hosts lost, killed after the decision)"]
         lines += [f"{sum(self.operations.values()):6}  requests:"]
         lines += [f"{count:6}  {kind}" for kind, count in sorted(self.operations.items())]
         return "\n".join(lines)

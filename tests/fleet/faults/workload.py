@@ -51,7 +51,7 @@ class Outcome:
 
     @property
     def presence(self) -> Presence:
-        """What the outcome means for an object that the request creates."""
+        """Whether an object that the request creates exists afterwards."""
         if self.is_unknown:
             return Presence.UNKNOWN
         return Presence.PRESENT if self.is_done else Presence.ABSENT
