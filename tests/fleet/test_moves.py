@@ -408,6 +408,25 @@ def test_a_running_sandbox_is_sent_before_it_is_paused(
     assert _list_rest(one, two) == []
 
 
+def test_without_room_for_two_captures_there_is_no_first_pass(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    one, two = _start(world, "h1", "h2")
+    _create(one)
+    room = one.gateway.engine.moves.first_passes._room
+    require, checks = room.require_room_for_capture, []
+
+    async def require_once(*arguments: Any, **options: Any) -> None:
+        checks.append(sum(each.is_hidden for each in one.gateway.engine.index.snapshots.values()))
+        if checks[-1]:
+            raise NoSpace("the disk is nearly full")
+        await require(*arguments, **options)
+
+    monkeypatch.setattr(room, "require_room_for_capture", require_once)
+    _move(one, "web", "h2")
+    assert checks == [0, 1, 0], "the first capture was not removed before the pause"
+    assert _exec(two, "web", "read", "key") == "value"
+    assert _list_rest(one, two) == []
+
+
 def test_a_sandbox_that_is_paused_during_the_first_pass_stays_paused(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
