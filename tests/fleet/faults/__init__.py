@@ -1,6 +1,6 @@
-"""Operations of concurrent clients on a fleet, while faults are injected, and a model of what must hold afterwards.
+"""Operations of concurrent clients on a fleet, while faults are injected, and a model of the expected results.
 
-``processes`` runs the gateways and etcd, each in a process of its own, and ``network`` connects them. ``workload`` has
-the clients, and ``model`` what they know of the fleet. ``injection`` injects the faults. ``invariants`` compares the
+``processes`` runs the processes of the gateways and of etcd, and ``network`` connects them. ``workload`` has the
+clients, and ``model`` their knowledge of the fleet. ``injection`` injects the faults. ``invariants`` compares the
 model with the fleet once it is quiet. ``runs`` runs all of them, in batches.
 """

@@ -1,4 +1,4 @@
-"""What must hold when the fleet is quiet. Each function returns a sentence for each problem."""
+"""The invariants of a quiet fleet. Each function returns a sentence for each problem."""
 
 from __future__ import annotations
 

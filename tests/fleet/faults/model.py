@@ -1,4 +1,4 @@
-"""What the clients know of the fleet: which objects exist, under which names, and with which data.
+"""The knowledge of the clients: which objects exist, under which names, and with which data.
 
 A request whose outcome is unknown leaves several possibilities. They are reduced to one when the fleet is quiet.
 """
@@ -27,7 +27,7 @@ class SandboxFact:
     names: set[str]
     """Its name; several if it is unknown whether it was renamed."""
     values: set[str]
-    """What its disk may contain."""
+    """The possible contents of its disk."""
     presence: Presence = Presence.UNKNOWN
     id: str = ""
     """Empty while it is unknown whether it was created."""
@@ -36,7 +36,7 @@ class SandboxFact:
     host: str = ""
     """The host on which it was to be created."""
     is_settled: bool = True
-    """False after a move or a write whose outcome is unknown, and that may still be going on."""
+    """False after a move or a write whose outcome is unknown, and which may not have ended yet."""
     data_lock: threading.Lock = field(default_factory=threading.Lock)
     """Held by writes and moves. A write between the capture of a move and the end of the old machine would be lost."""
 
@@ -61,7 +61,7 @@ class SnapshotFact:
 
 
 class History:
-    """What happened, in order: the requests of clients, and the faults."""
+    """The requests of clients, and the faults, in order."""
 
     def __init__(self) -> None:
         self._start = time.monotonic()
@@ -81,7 +81,7 @@ class Model:
         self.sandboxes: list[SandboxFact] = []
         self.snapshots: list[SnapshotFact] = []
         self.violations: list[str] = []
-        """What was wrong even before the fleet was quiet."""
+        """Problems that were found before the fleet was quiet."""
         self.killed_hosts: set[str] = set()
         """The hosts whose gateways were killed in this batch."""
         self.lost_shares: list[str] = []

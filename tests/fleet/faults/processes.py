@@ -31,7 +31,7 @@ _ETCD_MEMBERS = 3
 
 @dataclass(frozen=True)
 class Objects:
-    """What a host has on its disk. ``disks``: the values on each disk, by the id of an instance or a snapshot."""
+    """The objects on the disk of a host. ``disks``: the values on each disk, by the id of an instance or a snapshot."""
 
     sandboxes: Mapping[str, Sandbox] = field(default_factory=dict)
     snapshots: Mapping[str, Snapshot] = field(default_factory=dict)

@@ -102,7 +102,7 @@ class FaultRun:
         return Injector(name, seed, self._fleet, self._model, client, self._locks, self.faults)
 
     def _wait_until_quiet(self) -> None:
-        """Wait until nothing is going on, and everything is consistent and stays so for a while."""
+        """Wait until all operations have ended, and everything is consistent and stays so for a while."""
         deadline = time.monotonic() + _QUIET_SECONDS
         quiet_since = time.monotonic()
         while time.monotonic() - quiet_since < _STABLE_SECONDS:
