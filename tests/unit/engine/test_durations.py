@@ -62,6 +62,7 @@ _NON_OPERATIONS = {
     "Templates.remove",
     "Transfers.commit_import",
     "Sandboxes.pause_locked",
+    "Sandboxes.resume_locked",
     "Sandboxes.remove_locked",
     "Moves.check_arrival",
     "Moves.receive",

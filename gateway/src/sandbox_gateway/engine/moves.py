@@ -169,6 +169,7 @@ class Moves:
             if sandbox.departure.resumes:
                 try:
                     await self._sandboxes.resume_locked(sandbox, departure=None)
+                    await self._collector.collect()
                     return
                 except GatewayError as error:
                     message = "a sandbox could not be resumed after its move had failed"
