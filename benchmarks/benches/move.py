@@ -5,17 +5,16 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import defaultdict
-from collections.abc import AsyncIterator, Awaitable
 from typing import Literal
 
 from benchmarks.context import Context, KvmXfs, create_busy_program
 from benchmarks.guest_memory import count_changed_bytes
 from benchmarks.measure import Result, Target
 from sandbox_gateway.engine.engine import Engine
-from sandbox_gateway.engine.transfer.transfers import Export
 from sandbox_gateway.hosts.kvm_xfs.files.layout import Layout
 from sandbox_gateway.hosts.kvm_xfs.host import KvmXfsHost
 from sandbox_gateway.records import Arrival, Sandbox, Snapshot
+from tests.support.exported_files import iterate_pieces, read_export
 from tests.support.live import EngineRunner
 
 _MOVE = "0123456789abcdef"
@@ -101,8 +100,8 @@ class _Move:
         else:
             first_passes, start = self._source.moves.first_passes, time.perf_counter()
             async with first_passes.captured(self._id, _MOVE, memory=True) as captured:
-                file = await _read(first_passes.export(self._id, _MOVE, memory=True))
-                receiving = self._target.engine.moves.first_passes.receive(self._id, _MOVE, _iterate(file))
+                file = await read_export(first_passes.export(self._id, _MOVE, memory=True))
+                receiving = self._target.engine.moves.first_passes.receive(self._id, _MOVE, iterate_pieces(file))
                 await asyncio.to_thread(self._target.do, receiving)
                 self._samples["first"].append((time.perf_counter() - start) * 1000)
                 self._samples["sent"].append(await self._send_rest(captured))
@@ -115,7 +114,7 @@ class _Move:
         moves, start = self._source.moves, time.perf_counter()
         sandbox = await moves.depart(self._id, _MOVE, "target")
         is_rest = captured is not None
-        file = await _read(moves.export(self._id, _MOVE, memory=True, after_first_pass=is_rest))
+        file = await read_export(moves.export(self._id, _MOVE, memory=True, after_first_pass=is_rest))
         await asyncio.to_thread(self._target.do, self._receive(sandbox, file))
         self._samples[self._key].append((time.perf_counter() - start) * 1000)
         if captured is not None:
@@ -129,18 +128,5 @@ class _Move:
     async def _receive(self, sandbox: Sandbox, file: list[bytes]) -> None:
         moves = self._target.engine.moves
         arriving_sandbox = await moves.check_arrival(self._source.moves.describe_for_target(sandbox), resumes=True)
-        await moves.receive(arriving_sandbox, Arrival(move=_MOVE, source="source", resumes=True), _iterate(file))
+        await moves.receive(arriving_sandbox, Arrival(move=_MOVE, source="source", resumes=True), iterate_pieces(file))
         await moves.adopt(self._id, _MOVE, must_start=True)
-
-
-async def _read(opening: Awaitable[Export]) -> list[bytes]:
-    export = await opening
-    try:
-        return [piece async for piece in export.read_pieces()]
-    finally:
-        await export.close()
-
-
-async def _iterate(file: list[bytes]) -> AsyncIterator[bytes]:
-    for piece in file:
-        yield piece

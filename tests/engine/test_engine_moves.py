@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -12,6 +12,7 @@ from sandbox_gateway.engine.spec import ForkSpec
 from sandbox_gateway.engine.transfer.transfers import Export
 from sandbox_gateway.errors import Busy, NotFound
 from sandbox_gateway.records import Arrival, Sandbox, SandboxState
+from tests.support.exported_files import iterate_pieces, read_export
 from tests.support.live import EngineRunner
 from tests.support.worlds import TEMPLATE, World
 
@@ -45,29 +46,16 @@ def _send(source: EngineRunner, target: EngineRunner, *, resumes: bool, after_fi
     """Let a sandbox depart, and arrive on the target."""
     moves = source.engine.moves
     sandbox = source.do(moves.depart("web", MOVE, "h2"))
-    file = source.do(_read(moves.export(sandbox.id, MOVE, memory=True, after_first_pass=after_first_pass)))
+    file = source.do(read_export(moves.export(sandbox.id, MOVE, memory=True, after_first_pass=after_first_pass)))
 
     async def receive() -> None:
         data = moves.describe_for_target(sandbox)
         arriving_sandbox = await target.engine.moves.check_arrival(data, resumes=resumes)
         arrival = Arrival(move=MOVE, source="h1", resumes=resumes)
-        await target.engine.moves.receive(arriving_sandbox, arrival, _iterate(file))
+        await target.engine.moves.receive(arriving_sandbox, arrival, iterate_pieces(file))
 
     target.do(receive())
     return sandbox
-
-
-async def _read(opening: Awaitable[Export]) -> list[bytes]:
-    export = await opening
-    try:
-        return [piece async for piece in export.read_pieces()]
-    finally:
-        await export.close()
-
-
-async def _iterate(file: list[bytes]) -> AsyncIterator[bytes]:
-    for piece in file:
-        yield piece
 
 
 def _list_snapshot_ids(runner: EngineRunner) -> set[str]:
@@ -117,8 +105,8 @@ def test_after_a_first_pass_only_what_has_changed_is_sent(
 
     async def send_first_pass() -> Sandbox:
         async with first_passes.captured(id, MOVE, memory=True):
-            file = await _read(first_passes.export(id, MOVE, memory=True))
-            receiving = target.engine.moves.first_passes.receive(id, MOVE, _iterate(file))
+            file = await read_export(first_passes.export(id, MOVE, memory=True))
+            receiving = target.engine.moves.first_passes.receive(id, MOVE, iterate_pieces(file))
             await asyncio.to_thread(target.do, receiving)
             sizes.append(sum(map(len, file)))
             await asyncio.to_thread(source.shell, "web", "echo late | tee /root/late >/dev/shm/late; sync")

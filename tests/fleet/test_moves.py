@@ -22,6 +22,7 @@ from sandbox_gateway.hosts.base import Endpoint
 from sandbox_gateway.records import Departure, NetworkPolicy, Sandbox, SandboxState, parse_record
 from tests.cli.running import Outcome, Run, run_sandboxctl
 from tests.fleet.world import FleetHost, Held, World
+from tests.support.exported_files import iterate_pieces, read_export
 from tests.support.memory_gateway import EXEC_KEY
 from tests.support.memory_host import MemoryHost
 from tests.support.waiting import wait_until
@@ -478,21 +479,13 @@ def test_a_new_first_pass_replaces_the_one_of_an_earlier_move(world: World) -> N
 
     async def read(move: str) -> None:
         async with passes.captured(id, move, memory=True):
-            export = await passes.export(id, move, memory=True)
-            try:
-                files.append([piece async for piece in export.read_pieces()])
-            finally:
-                await export.close()
-
-    async def iterate(file: list[bytes]) -> Any:
-        for piece in file:
-            yield piece
+            files.append(await read_export(passes.export(id, move, memory=True)))
 
     for move in "12":
         one.gateway.run_in_loop(read(move))
 
     async def receive_both() -> None:
-        receiving = (received.receive(id, move, iterate(file)) for move, file in zip("12", files, strict=True))
+        receiving = (received.receive(id, move, iterate_pieces(file)) for move, file in zip("12", files, strict=True))
         await asyncio.gather(*receiving)
         for move in "12":
             await received.forget(id, move)

@@ -20,7 +20,6 @@ import signal
 import subprocess
 import sys
 import traceback
-from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +31,7 @@ from sandbox_gateway.engine.spec import ForkSpec, MountSpec
 from sandbox_gateway.engine.transfer import bases
 from sandbox_gateway.hosts.base import Host
 from tests.support import session
+from tests.support.exported_files import iterate_pieces, read_export
 
 KILLED_EXIT_CODE = 137
 _STEP_EVENTS = {
@@ -70,17 +70,8 @@ async def _wait_until_ready(engine: Engine, ref: str, count: int) -> None:
 
 async def _import_copy(engine: Engine, ref: str = "mark", since: str = "") -> None:
     """Export a snapshot without its memory, and import the file under another name."""
-    export = await engine.transfers.export(ref, memory=False, since=since)
-    try:
-        pieces = [piece async for piece in export.read_pieces()]
-    finally:
-        await export.close()
-
-    async def read() -> AsyncIterator[bytes]:
-        for piece in pieces:
-            yield piece
-
-    await engine.transfers.import_(read(), name="new")
+    pieces = await read_export(engine.transfers.export(ref, memory=False, since=since))
+    await engine.transfers.import_(iterate_pieces(pieces), name="new")
 
 
 OPERATIONS: dict[str, Any] = {
@@ -102,17 +93,8 @@ OPERATIONS: dict[str, Any] = {
 
 async def _import_volume_copy(engine: Engine) -> None:
     """Export a snapshot of a volume, and import the file under another name."""
-    export = await engine.transfers.export_volume("idle", "before")
-    try:
-        pieces = [piece async for piece in export.read_pieces()]
-    finally:
-        await export.close()
-
-    async def read() -> AsyncIterator[bytes]:
-        for piece in pieces:
-            yield piece
-
-    await engine.transfers.import_volume(read(), name="new")
+    pieces = await read_export(engine.transfers.export_volume("idle", "before"))
+    await engine.transfers.import_volume(iterate_pieces(pieces), name="new")
 
 
 VOLUME_OPERATIONS: dict[str, Any] = {
